@@ -363,6 +363,10 @@ class ReplayOptions(AlgorithmOptions, frozen=True, forbid_unknown_fields=True, k
     gradient_steps: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
     """Gradients after each unroll (num_envs × unroll_steps steps): more learn more from each step, slower,
     and overfit to what is stored."""
+    min_replay_ratio: Fraction = 0.0
+    """Of the gradients that ``gradient_steps`` asks for. Where the memory is in shards on other nodes, those
+    take no more unrolls while learners make fewer, and actors wait; 0 has them go on as fast as they can, as
+    in Horgan 2018, which wastes their steps where learners are the slower ones. Without effect elsewhere."""
     n_step: Annotated[int, Meta(ge=1, le=1000)] = 1
     """Rewards before the bootstrap. More carry news back faster, and belong to older policies."""
     prioritized: bool = False

@@ -29,6 +29,7 @@ from p2pdrl.tensors.unroll_ring import ENVIRONMENTS, UnrollItem, UnrollSpec
 __all__ = [
     "ERRORS",
     "PRIORITIES",
+    "InsertLimiter",
     "ReplayShards",
     "ShardState",
     "observations_of",
@@ -127,6 +128,51 @@ class ShardState:
     count: int
     appended: int
     full: bool
+
+
+class InsertLimiter:
+    """Has those who act wait for those who learn: rows come only while enough are drawn for them.
+
+    As Reverb's rate limiter (Cassirer 2021, arXiv 2102.04736, section 3.2), one side of it; the other is the
+    learner's (`node.experience.sampler`). Rows that learners couldn't draw any more, as one died, would hold
+    everybody up for ever: after `FORGET_S` without a draw what is missing is forgotten.
+
+    Args:
+        samples_per_insert: rows to be drawn for each that comes; 0 never has anybody wait.
+        ahead: rows that may come before any is drawn.
+        slack: rows drawn that may be missing.
+    """
+
+    FORGET_S = 1.0
+
+    def __init__(self, samples_per_insert: float, *, ahead: int, slack: int) -> None:
+        self._per_insert = samples_per_insert
+        self._ahead = float(ahead)
+        self._slack = slack
+        self._missing = 0.0
+        self._drawn_s: float | None = None
+
+    def may_insert(self, now_s: float) -> bool:
+        """Whether rows may come."""
+        if self._missing <= self._slack:
+            return True
+        if self._drawn_s is None:
+            self._drawn_s = now_s
+        if now_s - self._drawn_s < self.FORGET_S:
+            return False
+        self._missing, self._drawn_s = float(self._slack), now_s
+        return True
+
+    def inserted(self, rows: int) -> None:
+        """Rows came."""
+        early = min(self._ahead, rows)
+        self._ahead -= early
+        self._missing += (rows - early) * self._per_insert
+
+    def drawn(self, rows: int, now_s: float) -> None:
+        """Rows were drawn."""
+        self._missing = max(self._missing - rows, -self._slack)
+        self._drawn_s = now_s
 
 
 class ReplayShards:

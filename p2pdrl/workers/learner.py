@@ -65,7 +65,7 @@ from p2pdrl.workers.protocol import (
     ToLearner,
     WorkMode,
 )
-from p2pdrl.workers.replay_shard import ReplayShard
+from p2pdrl.workers.replay_shard import ReplayShard, insert_limiter
 from p2pdrl.workers.replica import Replica
 
 if TYPE_CHECKING:
@@ -406,7 +406,9 @@ def _live(mailbox: Mailbox) -> None:
         source = trainer.source
         if not isinstance(source, ActorSource):
             raise WorkerError("a shard of the replay needs actors")
-        ReplayShard(trainer, source, mailbox, start.seed).run()
+        task = msgspec.json.decode(start.task, type=TaskConfig)
+        limiter = insert_limiter(task, trainer.replay.samples.shares[0])
+        ReplayShard(trainer, source, mailbox, start.seed, limiter=limiter).run()
         return
     board = LearnerBoard(region, spec) if isinstance(memory, Attach) else None
     learner = Learner(trainer, board, mailbox)

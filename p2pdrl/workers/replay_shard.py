@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from p2pdrl.config.task import ReplayOptions, TaskConfig
 from p2pdrl.errors import WorkerError
-from p2pdrl.replay.shards import PRIORITIES, pack_sample
+from p2pdrl.replay.shards import PRIORITIES, InsertLimiter, pack_sample
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.transport.codec import decode
@@ -41,9 +42,25 @@ if TYPE_CHECKING:
     from p2pdrl.rl.trainer import Trainer
     from p2pdrl.workers.actor_source import ActorSource
 
-__all__ = ["ReplayShard"]
+__all__ = ["ReplayShard", "insert_limiter"]
 
 REPORT_INTERVAL_S = 0.1
+SLACK = 8
+"""Samples that learners may be late by before actors wait."""
+
+
+def insert_limiter(task: TaskConfig, most_rows: int) -> InsertLimiter:
+    """Return whether actors wait for learners, as a task's options say.
+
+    Args:
+        most_rows: of a sample.
+    """
+    algorithm = task.algorithm
+    if not isinstance(algorithm, ReplayOptions):
+        raise WorkerError("only algorithms with a replay memory have shards of it")
+    rows = algorithm.gradient_steps * algorithm.batch_size
+    per_insert = algorithm.min_replay_ratio * rows / (task.env.num_envs * algorithm.unroll_steps)
+    return InsertLimiter(per_insert, ahead=algorithm.learning_starts, slack=SLACK * most_rows)
 
 
 class ReplayShard:
@@ -52,9 +69,18 @@ class ReplayShard:
     Args:
         source: of the trainer, whose replay memory this is.
         seed: of what is drawn.
+        limiter: whether actors wait for learners.
     """
 
-    def __init__(self, trainer: Trainer, source: ActorSource[Any], mailbox: Mailbox, seed: int) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        source: ActorSource[Any],
+        mailbox: Mailbox,
+        seed: int,
+        *,
+        limiter: InsertLimiter,
+    ) -> None:
         self._trainer = trainer
         self._source = source
         self._spec = trainer.replay.samples
@@ -72,6 +98,7 @@ class ReplayShard:
         self._reported_s = float("-inf")
         self._drawn = 0
         self._collects = False
+        self._limiter = limiter
 
     def run(self) -> None:
         """Store and draw until the daemon stops this process, or is gone."""
@@ -90,11 +117,12 @@ class ReplayShard:
 
     def _store(self) -> bool:
         """Append one unroll, if there is one."""
-        if not self._source.waiting:
+        if not self._source.waiting or not self._limiter.may_insert(time.monotonic()):
             return False
         batch = self._source.next()
         self._source.commit()
         self._source.grant()
+        self._limiter.inserted(batch.env_steps)
         self._env_steps += batch.env_steps
         self._episodes += len(batch.episodes)
         self._returns += [total for total, _ in batch.episodes]
@@ -148,6 +176,7 @@ class ReplayShard:
             pack_sample(sample, mass, self._spec.views(self._slots[asked.slot], asked.rows))
             rows = asked.rows
             self._drawn += rows
+            self._limiter.drawn(rows, time.monotonic())
         self._mailbox.send(
             DrawnRows(
                 number=asked.number,

@@ -1,7 +1,8 @@
 """DD-PPO's preemption between real nodes: one whose environments are ten times slower holds nobody up long.
 
 That the others keep nine tenths of their updates is shown where nobody shares a processor
-(``tests/sim/test_collecting_together.py``); on two busy cores they kept 0.69, 0.73 of 1.07 updates a second.
+(``tests/sim/test_collecting_together.py``); on two cores they kept 1.33 of 1.33 updates a second,
+and 0.73 of 1.07 while other work kept both busy.
 Waiting for the slow one would leave them less than 0.2 a second: its unroll alone takes 5.1 s.
 """
 
@@ -24,7 +25,7 @@ def rate(nodes, span_s=SPAN_S):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_node_ten_times_slower_leaves_the_others_half_of_their_rate_at_least(swarm):
+def test_a_node_ten_times_slower_leaves_the_others_most_of_their_rate(swarm):
     options = ["--config", "ddppo", "--set", "task.evaluation.every=0", "--set", "task.stop.mean_return=none"]
     delay = "node.learner.step_delay_s"
     first = swarm.found("n0", *options, "--set", f"{delay}={STEP_S}")
@@ -42,4 +43,4 @@ def test_a_node_ten_times_slower_leaves_the_others_half_of_their_rate_at_least(s
     with_slow = rate([first])
     print(f"{alike:.2f} updates a second, with a slow node {with_slow:.2f}")
     assert slow.status()["updates"] > 0
-    assert with_slow >= 0.5 * alike
+    assert with_slow >= 0.6 * alike

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from p2pdrl.replay.memory import ReplayLayout, ReplayMemory, importance_weights
-from p2pdrl.replay.shards import ReplayShards, ShardState, observations_of, pack_sample, sample_items
+from p2pdrl.replay.shards import (
+    InsertLimiter,
+    ReplayShards,
+    ShardState,
+    observations_of,
+    pack_sample,
+    sample_items,
+)
 from p2pdrl.tensors.unroll_ring import UnrollSpec
 
 GAMMA = 0.9
@@ -216,3 +223,28 @@ def test_stacked_frames_travel_once_and_arrive_as_they_were(axis, n_step):
     assert (
         sum(arrays[name].nbytes for name in ("both", "obs", "next_obs") if name in arrays) == 64 * frames * 20
     )
+
+
+def test_who_acts_waits_for_who_learns():
+    limiter = InsertLimiter(2.0, ahead=10, slack=6)
+    limiter.inserted(8)
+    limiter.inserted(5)  # ten are free, and three want six drawn
+    assert limiter.may_insert(0.0)
+    limiter.inserted(1)
+    assert not limiter.may_insert(0.0)
+    limiter.drawn(2, 0.5)
+    assert limiter.may_insert(0.5)
+    limiter.drawn(1000, 0.6)  # what is drawn beyond that isn't saved without end
+    limiter.inserted(7)
+    assert not limiter.may_insert(0.6)
+    assert not limiter.may_insert(1.5)
+    assert limiter.may_insert(1.7)  # nobody draws any more: it goes on, slowly
+    limiter.inserted(1)
+    assert not limiter.may_insert(1.8)
+    assert limiter.may_insert(2.8)
+
+
+def test_nobody_waits_where_nothing_is_asked():
+    limiter = InsertLimiter(0.0, ahead=0, slack=0)
+    limiter.inserted(10**6)
+    assert limiter.may_insert(0.0)
