@@ -5,7 +5,8 @@ twentieth of it (`--points`) the policy plays `--curve-episodes` episodes; at th
 `--episodes`. Returns are raw and undiscounted; actions are sampled or greedy as the preset's
 ``task.evaluation.mode`` says, or all sampled, of either library, with `--sampled`. Beside it runs
 Stable-Baselines3 with RL Baselines3 Zoo's values, same budget and same evaluation (its zoo evaluates
-deterministic actions, sampled ones on Atari; so do we for it), where it is installed:
+deterministic actions, sampled ones on Atari; so do we for it), from the same states where environments draw
+numbers at their resets only, where it is installed:
 pip install 'p2pdrl[bench]'.
 
 Printed per case and library: the interquartile mean over seeds (arXiv 2108.13264: the mean of the middle half
@@ -98,14 +99,16 @@ def train_ours(case: Case, run: Run) -> tuple[Judge, int, np.ndarray, float, flo
     task = msgspec.structs.replace(_task(case), seed=run.seed)
     trainer = build_trainer(task, run.seed, "cpu")
     greedy = task.evaluation.mode == "greedy" and not run.sampled
+    alone = case.zoo is not None and not case.zoo.atari
+    judged = msgspec.structs.replace(task.env, num_envs=1) if alone else task.env
 
     def play(episodes: int) -> np.ndarray:
         found = evaluate(
             trainer.policy,
-            task.env,
+            judged,
             episodes,
             greedy=greedy,
-            seed=run.seed + 1_000_000,
+            seed=_judged_seed(run),
             normalizer=trainer.observation_normalizer,
         )
         return np.array(found.returns)
@@ -138,11 +141,11 @@ def train_theirs(case: Case, run: Run) -> tuple[Judge, int, np.ndarray, float, f
         gymnasium.register_envs(importlib.import_module("ale_py"))
         env = VecFrameStack(make_atari_env(env_id, zoo.n_envs, seed=run.seed), 4)
         whole_games = {"clip_reward": False, "terminal_on_life_loss": False}
-        judged = make_atari_env(env_id, 1, seed=run.seed + 1_000_000, wrapper_kwargs=whole_games)
+        judged = make_atari_env(env_id, 1, seed=_judged_seed(run), wrapper_kwargs=whole_games)
         held_out = VecFrameStack(judged, 4)
     else:
         env = make_vec_env(env_id, zoo.n_envs, seed=run.seed)
-        held_out = make_vec_env(env_id, 1, seed=run.seed + 1_000_000)
+        held_out = make_vec_env(env_id, 1)
     options = {name: _made(value, env.action_space.shape) for name, value in zoo.options.items()}
     if zoo.normalize:
         gamma = zoo.options.get("gamma", 0.99)
@@ -153,10 +156,14 @@ def train_theirs(case: Case, run: Run) -> tuple[Judge, int, np.ndarray, float, f
     )
 
     greedy = not (zoo.atari or run.sampled)
+    # the seed that ours gives to the only environment of its evaluation: both play from the same states
+    first = np.random.SeedSequence(_judged_seed(run)).generate_state(2)[0]
+    starts = int(np.random.SeedSequence(int(first)).generate_state(1)[0])
 
     def play(episodes: int) -> np.ndarray:
         if zoo.normalize:
             sync_envs_normalization(env, held_out)
+        held_out.seed(starts)
         returns, _ = evaluate_policy(
             model, held_out, episodes, deterministic=greedy, return_episode_rewards=True, warn=False
         )
@@ -173,6 +180,10 @@ def train_theirs(case: Case, run: Run) -> tuple[Judge, int, np.ndarray, float, f
     model.learn(case.steps, callback=Look())
     cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
     return judge, model.num_timesteps, play(run.episodes), cpu_s - judge.cpu_s, wall_s - judge.wall_s
+
+
+def _judged_seed(run: Run) -> int:
+    return run.seed + 1_000_000
 
 
 def _zoo(case: Case) -> Zoo:
