@@ -493,9 +493,10 @@ def role_problems(task: TaskConfig, node: NodeConfig) -> Iterator[Problem]:
         return
     if len(set(roles)) < len(roles):
         yield Problem(key, f"{', '.join(roles)}: one of them is named twice")
-    if "replay" in roles and task != TaskConfig() and not isinstance(task.algorithm, ReplayOptions):
-        name = task.algorithm.__struct_config__.tag
-        yield Problem(key, f"{name} has no replay memory that could be held for others; leave replay out")
+    if "replay" in roles and task != TaskConfig():
+        refused = placement_problem(task.algorithm, task.strategy, "replay_nodes")
+        if refused is not None:
+            yield refused
     if not (node.learns or node.acts or node.holds_replay):
         yield Problem(
             key,

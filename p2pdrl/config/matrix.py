@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, get_args
 
 from p2pdrl.config.fields import Problem
 from p2pdrl.config.strategy import HogwildConfig, PipelineConfig, StrategyConfig
-from p2pdrl.config.task import AlgorithmConfig, RegressionConfig, losses_of
+from p2pdrl.config.task import AlgorithmConfig, RegressionConfig, ReplayOptions, losses_of
 
 __all__ = [
     "PLACEMENTS",
@@ -24,11 +24,12 @@ __all__ = [
     "placement_problem",
 ]
 
-Placement = Literal["inline", "actors", "actor_nodes", "stages", "learners", "split_devices"]
+Placement = Literal["inline", "actors", "actor_nodes", "replay_nodes", "stages", "learners", "split_devices"]
 PLACEMENTS: dict[Placement, str] = {
     "inline": "each node's environments and its learner in one process (node.actors.count = 0)",
     "actors": "environments in processes of their own on each node (node.actors.count)",
     "actor_nodes": "nodes that only act, for learners on other nodes (node.roles)",
+    "replay_nodes": "the replay memory in shards on nodes of their own (node.roles = replay)",
     "stages": "one model in stages over several peers",
     "learners": "several learner processes on each node, with one vector",
     "split_devices": "one model over several devices of a node (node.learner.split_devices)",
@@ -110,6 +111,14 @@ RULES = (
         lambda algorithm: (
             f"{name_of(algorithm)} learns from unrolls of its newest policy only, so not from afar; name "
             "both learner and actor, or neither"
+        ),
+    ),
+    PairRule(
+        "replay_nodes",
+        "node.roles",
+        lambda algorithm, _: not isinstance(algorithm, ReplayOptions),
+        lambda algorithm: (
+            f"{name_of(algorithm)} has no replay memory that could be held for others; leave replay out"
         ),
     ),
     PairRule(

@@ -18,6 +18,7 @@ NODES = {
     "inline": NodeConfig(actors=ActorsConfig(count=0)),
     "actors": NodeConfig(actors=ActorsConfig(count=1)),
     "actor_nodes": NodeConfig(roles=("learner",)),
+    "replay_nodes": NodeConfig(roles=("replay",), peers=("127.0.0.1:7000",)),
     "stages": NodeConfig(),
     "learners": NodeConfig(),
     "split_devices": NodeConfig(learner=LearnerConfig(split_devices=("cpu", "cpu"))),
