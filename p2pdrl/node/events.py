@@ -17,6 +17,8 @@ from p2pdrl.telemetry.logging import Level, get_logger
 
 __all__ = ["EventLog"]
 
+REPEAT_S = 30.0
+"""At least between two reminders of the same."""
 LOST = "events-lost"
 """Kind of the last event in the queue of a reader that was dropped; it never is in the log."""
 _RESERVED = frozenset({"seq", "time", "kind", "text", "level", "event"})
@@ -31,6 +33,7 @@ class EventLog:
         self._events: deque[Event] = deque(maxlen=capacity)
         self._seq = 0
         self._queues: set[asyncio.Queue[Event]] = set()
+        self._reminded_s: dict[tuple[str, str], float] = {}
         self._logger = get_logger("p2pdrl.events")
 
     def emit(self, kind: str, text: str, *, level: Level = "info", **fields: object) -> Event:
@@ -59,6 +62,15 @@ class EventLog:
             self._tell(queue, event)
         getattr(self._logger, level)(text, kind=kind, **fields)
         return event
+
+    def remind(self, kind: str, text: str) -> None:
+        """Emit a warning of what lasts, however often it is noticed: each text every `REPEAT_S` at most."""
+        now_s = self._clock.monotonic()
+        recent = {what: at_s for what, at_s in self._reminded_s.items() if now_s - at_s <= REPEAT_S}
+        if (kind, text) not in recent:
+            recent[kind, text] = now_s
+            self.emit(kind, text, level="warning")
+        self._reminded_s = recent
 
     def since(self, seq: int) -> list[Event]:
         """Events numbered above ``seq`` that are still remembered, oldest first."""

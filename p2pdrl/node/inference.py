@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,8 +28,7 @@ from p2pdrl.config.node import InferenceConfig, NodeConfig
 from p2pdrl.config.task import RegressionConfig
 from p2pdrl.errors import ConfigError, TensorError, WorkerError
 from p2pdrl.node.accounting.progress_tracker import ProgressTracker
-from p2pdrl.node.children.child_process import ChildOutput, ProcessLink
-from p2pdrl.node.children.restarts import Death, death_of
+from p2pdrl.node.children.child_process import ProcessLink
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.training import Training
 from p2pdrl.telemetry.metrics import Registry
@@ -40,8 +38,6 @@ from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.shared_policy import ActingPolicy, PolicyCopies, SharedPolicy, features_of
 from p2pdrl.transport.codec import decode
 from p2pdrl.workers.protocol import (
-    ChildFailed,
-    Crashed,
     FromInference,
     Infer,
     InferenceReady,
@@ -60,7 +56,6 @@ SLOTS = 2
 """Batches in shared memory: one that is computed, one that is filled meanwhile."""
 BUILD_S = 600.0
 """The longest that the process may take to build environment and network."""
-REAP_S = 1.0
 REFRESH_S = 0.05
 """Shortest time between two copies of the parameters, and ten times what the last one took."""
 MOMENTS_EVERY_S = 1.0
@@ -236,11 +231,6 @@ class InferenceLink(ProcessLink):
 
     NAME = "inference process"
 
-    def __init__(self, process: asyncio.subprocess.Process, sock: socket.socket, output: ChildOutput) -> None:
-        super().__init__(process, sock, output)
-        self._crash: Crashed | None = None
-        self._failed: str | None = None
-
     @classmethod
     async def spawn(cls, start: StartInference, policy: SharedRegion) -> InferenceLink:
         """Start the process, and tell it what to act with.
@@ -283,23 +273,8 @@ class InferenceLink(ProcessLink):
             ConfigError: it says that it can't work as configured.
             WorkerError: it is gone.
         """
-        found: list[FromInference] = []
-        for body in await self.receive():
-            message = decode_from_inference(body)
-            if isinstance(message, Crashed):
-                self._crash = message
-            elif isinstance(message, ChildFailed):
-                if message.usage:
-                    raise ConfigError(message.message)
-                self._failed = message.message
-            else:
-                found.append(message)
-        return found
-
-    async def ended(self, stood_still: str | None = None) -> Death:
-        """Wait for its end, or kill it where that takes long or it stood still; say how it died."""
-        code = await (self.reap(REAP_S) if stood_still is None else self.kill())
-        return death_of(code, crash=self._crash, failed=self._failed, stood_still=stood_still)
+        messages = [decode_from_inference(body) for body in await self.receive()]
+        return [message for message in messages if not self.says_its_end(message)]
 
 
 class _StuckError(WorkerError):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import select
-import signal
 import socket
 import sys
 from typing import TYPE_CHECKING
@@ -18,14 +17,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from p2pdrl.config.task import TaskConfig
-from p2pdrl.errors import P2PDRLError, UsageError, WorkerError
+from p2pdrl.errors import WorkerError
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.shared_policy import SharedPolicy
 from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollRing, UnrollSpec
-from p2pdrl.workers.child import PollPause, crash_of, die_with_parent, print_without_blocking
+from p2pdrl.workers.child import PollPause, child_main
 from p2pdrl.workers.protocol import (
     ActorReady,
-    ChildFailed,
     FrameBuffer,
     StartActor,
     decode_start_actor,
@@ -57,7 +55,7 @@ def make_unroll(worker: RolloutWorker, lane: UnrollLane, policy: SharedPolicy) -
     return True
 
 
-def _live(sock: socket.socket, ring_fd: int, policy_fd: int) -> None:
+def _live(sock: socket.socket, options: argparse.Namespace) -> None:
     start = _receive_start(sock)
     import torch
 
@@ -74,9 +72,9 @@ def _live(sock: socket.socket, ring_fd: int, policy_fd: int) -> None:
         first=sum(spec.shares[: start.number]),
         total=sum(spec.shares[: spec.local]),
     )
-    lane = UnrollRing(SharedRegion.attach(ring_fd, spec.nbytes), spec).lanes[start.number]
+    lane = UnrollRing(SharedRegion.attach(options.ring, spec.nbytes), spec).lanes[start.number]
     policy_nbytes = SharedPolicy.nbytes_of(start.policy_size, worker.obs_shape)
-    policy_region = SharedRegion.attach(policy_fd, policy_nbytes, writable=False)
+    policy_region = SharedRegion.attach(options.policy, policy_nbytes, writable=False)
     policy = SharedPolicy(policy_region, start.policy_size, worker.obs_shape)
     if lane.enter():
         print("actor: the unroll that was under way when its predecessor ended is dropped", file=sys.stderr)
@@ -103,26 +101,7 @@ def _receive_start(sock: socket.socket) -> StartActor:
 
 def main() -> int:
     """Entry point of the child process; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="p2pdrl.workers.actor")
-    for name in ("--fd", "--parent", "--ring", "--policy"):
-        parser.add_argument(name, type=int, required=True)
-    arguments = parser.parse_args()
-    die_with_parent(arguments.parent)
-    print_without_blocking()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with socket.socket(fileno=arguments.fd) as sock:
-        try:
-            _live(sock, arguments.ring, arguments.policy)
-        except (WorkerError, ConnectionError) as error:
-            print(f"actor ended: {error}", file=sys.stderr)
-            return 1
-        except P2PDRLError as error:
-            sock.sendall(frame(ChildFailed(message=str(error), usage=isinstance(error, UsageError))))
-            return error.exit_code
-        except Exception as error:  # noqa: BLE001 - an environment's, say: the daemon tells of it and decides
-            sock.sendall(frame(crash_of(error)))
-            return 1
-    return 0
+    return child_main("actor", _live, ["--ring", "--policy"])
 
 
 if __name__ == "__main__":

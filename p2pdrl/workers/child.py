@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import io
 import os
 import select
 import signal
+import socket
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from p2pdrl.workers.protocol import Crashed
+from p2pdrl.errors import P2PDRLError, UsageError, WorkerError
+from p2pdrl.workers.protocol import ChildFailed, Crashed, frame
 
-__all__ = ["NonBlockingFile", "PollPause", "crash_of", "die_with_parent", "print_without_blocking"]
+__all__ = [
+    "NonBlockingFile",
+    "PollPause",
+    "child_main",
+    "crash_of",
+    "die_with_parent",
+    "print_without_blocking",
+    "report_of",
+]
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -86,6 +98,43 @@ def die_with_parent(parent_pid: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def child_main(
+    name: str, live: Callable[[socket.socket, argparse.Namespace], None], options: Sequence[str]
+) -> int:
+    """Be a process that serves its daemon over a socket pair until that is closed; return the exit code.
+
+    Args:
+        name: as its lines begin.
+        live: does the work; what it raises is reported to the daemon, unless that is what is gone.
+        options: integers that the daemon gives beside ``--fd`` and ``--parent``, descriptors for instance.
+    """
+    parser = argparse.ArgumentParser(prog=name)
+    for option in ("--fd", "--parent", *options):
+        parser.add_argument(option, type=int, required=True)
+    arguments = parser.parse_args()
+    die_with_parent(arguments.parent)
+    print_without_blocking()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with socket.socket(fileno=arguments.fd) as sock:
+        try:
+            live(sock, arguments)
+        except (WorkerError, ConnectionError) as error:
+            print(f"{name}: ended: {error}", file=sys.stderr)
+            return 1
+        except Exception as error:  # noqa: BLE001 - an environment's, say: the daemon tells of it and decides
+            report, code = report_of(error)
+            sock.sendall(frame(report))
+            return code
+    return 0
+
+
+def report_of(error: Exception) -> tuple[ChildFailed | Crashed, int]:
+    """Return what a process tells its daemon of the error that it ends by, and its exit code."""
+    if isinstance(error, P2PDRLError):
+        return ChildFailed(message=str(error), usage=isinstance(error, UsageError)), error.exit_code
+    return crash_of(error), 1
 
 
 LONGEST_MESSAGE = 1000

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import signal
 import socket
 import sys
 import time
@@ -20,15 +19,15 @@ from typing import Any
 import msgspec
 
 from p2pdrl.config.task import RegressionConfig, TaskConfig
-from p2pdrl.errors import CheckpointError, P2PDRLError, UsageError
+from p2pdrl.errors import CheckpointError, P2PDRLError
 from p2pdrl.rl.evaluate import EvalResult, evaluate, record_video
 from p2pdrl.rl.registry import build_trainer
 from p2pdrl.rl.trainer import Trainer
 from p2pdrl.tensors.checkpoint import Checkpoint, from_bytes
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.shared_memory import SharedRegion
-from p2pdrl.workers.child import crash_of, die_with_parent, print_without_blocking
-from p2pdrl.workers.protocol import ChildFailed, FrameBuffer, Play, Played, decode_play, frame
+from p2pdrl.workers.child import child_main
+from p2pdrl.workers.protocol import FrameBuffer, Play, Played, decode_play, frame
 
 __all__ = ["main"]
 
@@ -171,41 +170,27 @@ class Service:
         return Played(result.mean, result.std, length, time.perf_counter() - began_s)
 
 
-def _serve(sock: socket.socket, memory: SharedRegion) -> int:
-    """Answer requests until the daemon closes its socket; return the exit code."""
-    service, frames = Service(memory), FrameBuffer()
+def _live(sock: socket.socket, options: argparse.Namespace) -> None:
+    """Answer requests until the daemon closes its socket."""
+    service = Service(SharedRegion.attach(options.memory, options.nbytes, writable=False))
+    frames = FrameBuffer()
     while data := sock.recv(1 << 16):
         for body in frames.feed(data):
-            try:
-                sock.sendall(frame(service.play(decode_play(body))))
-            except P2PDRLError as error:
-                sock.sendall(frame(ChildFailed(message=str(error), usage=isinstance(error, UsageError))))
-                return error.exit_code
-            except Exception as error:  # noqa: BLE001 - an environment's, say: the daemon tells of it
-                sock.sendall(frame(crash_of(error)))
-                return 1
-    return 0
+            sock.sendall(frame(service.play(decode_play(body))))
 
 
 def main() -> int:
     """Entry point; returns the exit code."""
+    if "--fd" in sys.argv:
+        return child_main("evaluator", _live, ["--memory", "--nbytes"])
     parser = argparse.ArgumentParser(prog="p2pdrl.workers.evaluator")
-    parser.add_argument("checkpoint", nargs="?")
+    parser.add_argument("checkpoint")
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--video")
     parser.add_argument("--allow-import", action="store_true")
-    for name in ("--fd", "--parent", "--memory", "--nbytes"):
-        parser.add_argument(name, type=int)
     arguments = parser.parse_args()
-    if arguments.fd is not None:
-        die_with_parent(arguments.parent)
-        print_without_blocking()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        memory = SharedRegion.attach(arguments.memory, arguments.nbytes, writable=False)
-        with socket.socket(fileno=arguments.fd) as sock:
-            return _serve(sock, memory)
     try:
         document = _run(arguments)
     except P2PDRLError as error:

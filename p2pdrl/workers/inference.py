@@ -9,7 +9,6 @@ is killed, when the daemon dies or closes its socket.
 from __future__ import annotations
 
 import argparse
-import signal
 import socket
 import sys
 from collections import deque
@@ -20,13 +19,12 @@ import msgspec
 import numpy as np
 
 from p2pdrl.config.task import TaskConfig
-from p2pdrl.errors import LayoutMismatchError, P2PDRLError, UsageError, WorkerError
+from p2pdrl.errors import LayoutMismatchError, WorkerError
 from p2pdrl.tensors.inference_slots import InferenceSlots
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.shared_policy import SharedPolicy
-from p2pdrl.workers.child import crash_of, die_with_parent, print_without_blocking
+from p2pdrl.workers.child import child_main
 from p2pdrl.workers.protocol import (
-    ChildFailed,
     FrameBuffer,
     Infer,
     InferenceReady,
@@ -122,12 +120,12 @@ class _FromDaemon:
                 yield decode_to_inference(body)
 
 
-def _live(sock: socket.socket, policy_fd: int) -> None:
+def _live(sock: socket.socket, options: argparse.Namespace) -> None:
     messages = _FromDaemon(sock)
     worker: InferenceWorker | None = None
     for message in messages:
         if isinstance(message, StartInference):
-            worker = _start(sock, message, policy_fd)
+            worker = _start(sock, message, options.policy)
         elif worker is None:
             raise WorkerError("the daemon didn't say first what to act with")
         elif isinstance(message, UseSlots):
@@ -153,26 +151,7 @@ def _start(sock: socket.socket, start: StartInference, policy_fd: int) -> Infere
 
 def main() -> int:
     """Entry point of the child process; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="p2pdrl.workers.inference")
-    for name in ("--policy", "--fd", "--parent"):
-        parser.add_argument(name, type=int, required=True)
-    arguments = parser.parse_args()
-    die_with_parent(arguments.parent)
-    print_without_blocking()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with socket.socket(fileno=arguments.fd) as sock:
-        try:
-            _live(sock, arguments.policy)
-        except (WorkerError, ConnectionError) as error:
-            print(f"inference process: {error}", file=sys.stderr)
-            return 1
-        except P2PDRLError as error:
-            sock.sendall(frame(ChildFailed(message=str(error), usage=isinstance(error, UsageError))))
-            return error.exit_code
-        except Exception as error:  # noqa: BLE001 - an environment's, say: the daemon tells of it
-            sock.sendall(frame(crash_of(error)))
-            return 1
-    return 0
+    return child_main("inference process", _live, ["--policy"])
 
 
 if __name__ == "__main__":

@@ -32,12 +32,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from p2pdrl.config.task import TaskConfig
-from p2pdrl.errors import P2PDRLError, UsageError, WorkerError
+from p2pdrl.errors import WorkerError
 from p2pdrl.tensors.board import BoardSpec, LearnerBoard
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.transport.codec import decode
-from p2pdrl.workers.child import PollPause, crash_of, die_with_parent, print_without_blocking
+from p2pdrl.workers.child import PollPause, die_with_parent, print_without_blocking, report_of
 from p2pdrl.workers.learner_modes import ModeSwitcher
 from p2pdrl.workers.mailbox import Mailbox
 from p2pdrl.workers.pipeline.protocol import Finish, Measure, StartStage, Trace
@@ -50,7 +50,6 @@ from p2pdrl.workers.protocol import (
     FromLearner,
     Hello,
     JoinHogwild,
-    LearnerFailed,
     LearnerPace,
     Others,
     Prioritize,
@@ -443,14 +442,11 @@ def main() -> int:
     except WorkerError as error:
         print(f"learner ended: {error}", file=sys.stderr)
         return 1
-    except P2PDRLError as error:
-        mailbox.send(LearnerFailed(message=str(error), usage=isinstance(error, UsageError)))
-        mailbox.drain(1.0)
-        return error.exit_code
     except Exception as error:  # noqa: BLE001 - an environment's, say: the daemon tells of it and decides
-        mailbox.send(crash_of(error))
+        report, code = report_of(error)
+        mailbox.send(report)
         mailbox.drain(1.0)
-        return 1
+        return code
     finally:
         mailbox.close()
     return 0

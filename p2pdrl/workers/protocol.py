@@ -117,7 +117,6 @@ __all__ = [
     "InferenceReady",
     "Inferred",
     "JoinHogwild",
-    "LearnerFailed",
     "LearnerPace",
     "Others",
     "PostedRequest",
@@ -405,8 +404,8 @@ class PostedRequest(msgspec.Struct, frozen=True, tag="posted"):
     """Gradients of the same update that come after this one."""
 
 
-class LearnerFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """The learner can't go on, and starting it again wouldn't help (unknown environment, …)."""
+class ChildFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """The process can't go on, and starting it again wouldn't help (unknown environment, …)."""
 
     message: str
     usage: bool
@@ -414,7 +413,7 @@ class LearnerFailed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Crashed(msgspec.Struct, frozen=True, tag="crashed"):
-    """An error that nobody caught ends the learner; another one may do better.
+    """An error that nobody caught ends the process; another one may do better.
 
     All texts are bounded; see `workers.child`.
     """
@@ -447,7 +446,7 @@ class DrawnRows(msgspec.Struct, frozen=True, tag="drawn"):
 
 
 FromLearner = (
-    Hello | DrawnRows | Report | PostedRequest | LearnerFailed | Crashed | Alive | Blocks | Traced | News
+    Hello | DrawnRows | Report | PostedRequest | ChildFailed | Crashed | Alive | Blocks | Traced | News
 )
 
 _encoder = msgspec.msgpack.Encoder()
@@ -538,14 +537,6 @@ class StartActor(msgspec.Struct, frozen=True, tag="act"):
 
 class ActorReady(msgspec.Struct, frozen=True, tag="acts"):
     """Environments and network are built."""
-
-
-class ChildFailed(msgspec.Struct, frozen=True, tag="child_failed"):
-    """An actor or evaluator can't work as configured, and starting it again wouldn't help."""
-
-    message: str
-    usage: bool
-    """True when the person can mend it (exit code 2)."""
 
 
 FromActor = ActorReady | ChildFailed | Crashed

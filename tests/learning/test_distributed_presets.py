@@ -8,7 +8,6 @@ values that presets give an algorithm. What is judged is the policy as the prese
 from __future__ import annotations
 
 import pytest
-import torch
 from msgspec.structs import replace
 
 from p2pdrl.config.loader import resolve
@@ -18,6 +17,10 @@ from p2pdrl.rl.registry import build_trainer
 pytestmark = pytest.mark.slow
 
 CASES = {
+    "n_step_q": (200_000, 475),
+    "one_step_q": (250_000, 475),
+    "one_step_sarsa": (300_000, 475),
+    "a3c": (400_000, 475),
     "rapid": (600_000, 475),
     "ddppo": (400_000, 475),
     "gossip_gradients": (600_000, 475),
@@ -26,22 +29,17 @@ CASES = {
     "apex_ddpg": (30_000, -200),
 }
 """By preset: environment steps until when it must be solved, and the return that this is."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+ALGORITHMS = ("one_step_q", "one_step_sarsa")
+"""Cases that are an algorithm of that name with the values of the preset `n_step_q`."""
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("preset", CASES)
-@pytest.mark.parametrize("seed", [31, 32])
-def test_it_solves_its_task(preset, seed):
-    most, goal = CASES[preset]
-    task = replace(resolve(files=[preset]).config.task, seed=seed)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("seed", [31, 32, 33])
+def test_it_solves_its_task(name, seed):
+    most, goal = CASES[name]
+    preset, sets = ("n_step_q", [f"task.algorithm.name={name}"]) if name in ALGORITHMS else (name, [])
+    task = replace(resolve(files=[preset], sets=sets).config.task, seed=seed)
     greedy = task.evaluation.mode == "greedy"
     trainer = build_trainer(task, seed, "cpu")
     steps, judged, best = 0, 0, float("-inf")
@@ -53,5 +51,5 @@ def test_it_solves_its_task(preset, seed):
             judged = steps
             best = max(best, evaluate(trainer.policy, task.env, 20, greedy=greedy, seed=seed).mean)
     trainer.close()
-    print(f"{preset}, seed {seed}: {best:.0f} after {steps} steps")
+    print(f"{name}, seed {seed}: {best:.0f} after {steps} steps")
     assert best >= goal

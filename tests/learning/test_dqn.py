@@ -7,7 +7,6 @@ CartPole: that it was solved once within the budget is asserted, not that it sta
 from __future__ import annotations
 
 import pytest
-import torch
 from msgspec.structs import replace
 
 from p2pdrl.config.loader import resolve
@@ -17,11 +16,6 @@ from p2pdrl.rl.registry import build_trainer
 pytestmark = pytest.mark.slow
 
 BUDGET = 100_000
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 @pytest.mark.timeout(600)

@@ -11,18 +11,12 @@ from collections import deque
 
 import numpy as np
 import pytest
-import torch
 from msgspec.structs import replace
 
 from p2pdrl.config.loader import resolve
 from p2pdrl.rl.registry import build_trainer
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("seed", [21, 22, 23])

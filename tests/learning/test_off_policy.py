@@ -8,7 +8,6 @@ with this small network most: it is judged early.
 from __future__ import annotations
 
 import pytest
-import torch
 from msgspec.structs import replace
 
 from p2pdrl.config.loader import resolve
@@ -24,11 +23,6 @@ CASES = [
     *(("pendulum", [], 15_000, seed) for seed in (31, 32, 33)),  # TD3
     ("ddpg", SMALL, 5_000, 31),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 @pytest.mark.timeout(900)

@@ -17,7 +17,6 @@ from collections import deque
 
 import numpy as np
 import pytest
-import torch
 
 from p2pdrl.config.task import A2CConfig, EnvConfig, PPOConfig, TaskConfig
 from p2pdrl.rl.evaluate import evaluate
@@ -25,11 +24,6 @@ from p2pdrl.rl.registry import build_trainer
 from p2pdrl.rl.trainer import Trainer
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 def train(task: TaskConfig, seed: int, env_steps: int) -> tuple[Trainer, list[tuple[int, float]]]:

@@ -11,16 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 
 import msgspec
 
 from p2pdrl.clock import Clock
 from p2pdrl.config.node import LearnerConfig, NodeConfig
 from p2pdrl.config.task import RegressionConfig, ReplayOptions, TaskConfig
-from p2pdrl.errors import ConfigError, WorkerError
-from p2pdrl.node.children.child_process import ChildOutput, ProcessLink
-from p2pdrl.node.children.restarts import Death, RestartPolicy, death_of
+from p2pdrl.errors import WorkerError
+from p2pdrl.node.children.child_process import ProcessLink
+from p2pdrl.node.children.restarts import Death, RestartPolicy
 from p2pdrl.node.events import EventLog
 from p2pdrl.telemetry.rate import RateMeter
 from p2pdrl.tensors.board import BoardSpec
@@ -28,9 +27,7 @@ from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.shared_policy import PolicyCopies, features_of
 from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollRing, UnrollSpec
 from p2pdrl.workers.protocol import (
-    ChildFailed,
     Collect,
-    Crashed,
     Start,
     StartActor,
     actor_seed,
@@ -42,7 +39,6 @@ __all__ = ["ActorPool", "StallWatch", "actor_count", "remote_actor_count"]
 
 BUILD_S = 600.0
 """The longest that environments may take to build, before they are tried anew."""
-REAP_S = 1.0
 LOOK_EVERY_S = 1.0
 STALLED_S = 60.0
 STALLED_TIMES = 10.0
@@ -118,11 +114,6 @@ class ActorLink(ProcessLink):
 
     NAME = "actor"
 
-    def __init__(self, process: asyncio.subprocess.Process, sock: socket.socket, output: ChildOutput) -> None:
-        super().__init__(process, sock, output)
-        self._crash: Crashed | None = None
-        self._failed: str | None = None
-
     @classmethod
     async def spawn(cls, start: StartActor, ring: SharedRegion, policy: SharedRegion) -> ActorLink:
         """Start an actor process and tell it what to act in.
@@ -163,22 +154,10 @@ class ActorLink(ProcessLink):
         with contextlib.suppress(WorkerError):
             await self._hear(until_it_acts=False)
 
-    async def ended(self, stood_still: str | None = None) -> Death:
-        """Wait for its end, or kill it where that takes long or it stood still; say how it died."""
-        code = await (self.reap(REAP_S) if stood_still is None else self.kill())
-        return death_of(code, crash=self._crash, failed=self._failed, stood_still=stood_still)
-
     async def _hear(self, *, until_it_acts: bool) -> None:
         while True:
             for body in await self.receive():
-                message = decode_from_actor(body)
-                if isinstance(message, Crashed):
-                    self._crash = message
-                elif isinstance(message, ChildFailed):
-                    if message.usage:
-                        raise ConfigError(message.message)
-                    self._failed = message.message
-                elif until_it_acts:
+                if not self.says_its_end(decode_from_actor(body)) and until_it_acts:
                     return
 
 

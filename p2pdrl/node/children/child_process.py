@@ -12,11 +12,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Protocol
 
-from p2pdrl.errors import WorkerError
+from p2pdrl.errors import ConfigError, WorkerError
+from p2pdrl.node.children.restarts import Death, death_of
 from p2pdrl.telemetry.logging import get_logger
-from p2pdrl.workers.protocol import FrameBuffer
+from p2pdrl.workers.protocol import ChildFailed, Crashed, FrameBuffer
 
-__all__ = ["ChildOutput", "HasDescriptor", "ProcessLink"]
+__all__ = ["REAP_S", "ChildOutput", "HasDescriptor", "ProcessLink"]
 
 OUTPUT_READ_BYTES = 1 << 14
 """At a time: a child that prints without end gets its turn and no more."""
@@ -117,6 +118,8 @@ def _pipe() -> tuple[int, int]:
 
 
 READ_BYTES = 1 << 16
+REAP_S = 3.0
+"""In which a process that hung up ends."""
 
 
 class HasDescriptor(Protocol):
@@ -138,6 +141,8 @@ class ProcessLink:
         self._sock = sock
         self._output = output
         self._frames = FrameBuffer()
+        self._crash: Crashed | None = None
+        self._failed: str | None = None
 
     @classmethod
     async def launch(
@@ -199,6 +204,38 @@ class ProcessLink:
         except TimeoutError:
             return await self.kill()
         return self._close()
+
+    async def ended(self, stood_still: str | None = None, *, timeout_s: float = REAP_S) -> Death:
+        """Wait until a process that hung up ends, kill it when that takes long; return how it died.
+
+        Args:
+            stood_still: why it is killed at once, if it is.
+        """
+        late = False
+        if stood_still is None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._process.wait()
+            except TimeoutError:
+                late = True
+        code = await self.kill()
+        return death_of(code, crash=self._crash, failed=self._failed, stood_still=stood_still, late=late)
+
+    def says_its_end(self, message: object) -> bool:
+        """Note what a process says to die of, for `ended`; tell whether it was that.
+
+        Raises:
+            ConfigError: its successors would die of the same.
+        """
+        if isinstance(message, Crashed):
+            self._crash = message
+        elif isinstance(message, ChildFailed):
+            self._failed = message.message
+            if message.usage:
+                raise ConfigError(message.message)
+        else:
+            return False
+        return True
 
     async def kill(self) -> int:
         """End it at once, even where it is frozen; return its exit code."""

@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections.abc import Sequence
 
-from p2pdrl.errors import ConfigError, WorkerError
-from p2pdrl.node.children.child_process import ChildOutput, ProcessLink
-from p2pdrl.node.children.restarts import death_of
+from p2pdrl.errors import WorkerError
+from p2pdrl.node.children.child_process import ProcessLink
 from p2pdrl.tensors.shared_memory import SharedRegion
-from p2pdrl.workers.protocol import ChildFailed, Crashed, Play, Played, decode_from_evaluator, frame
+from p2pdrl.workers.protocol import Play, Played, decode_from_evaluator, frame
 
 __all__ = ["EvaluatorProcess"]
 
 PLAY_S = 3600.0
 """The longest that an evaluation may take."""
-REAP_S = 1.0
 SLACK = 1.25
 """Room in the shared memory for a checkpoint whose counters grow."""
 
@@ -29,10 +26,6 @@ class EvaluatorLink(ProcessLink):
     """A running evaluator process."""
 
     NAME = "evaluator"
-
-    def __init__(self, process: asyncio.subprocess.Process, sock: socket.socket, output: ChildOutput) -> None:
-        super().__init__(process, sock, output)
-        self._crash: Crashed | None = None
 
     @classmethod
     async def spawn(cls, memory: SharedRegion, threads: int) -> EvaluatorLink:
@@ -58,13 +51,7 @@ class EvaluatorLink(ProcessLink):
                 message = decode_from_evaluator(body)
                 if isinstance(message, Played):
                     return message
-                if isinstance(message, ChildFailed):
-                    raise (ConfigError if message.usage else WorkerError)(message.message)
-                self._crash = message
-
-    async def ended(self) -> str:
-        """Wait for its end, or bring it about; say how it died, in words that follow "the evaluator"."""
-        return death_of(await self.reap(REAP_S), crash=self._crash).how
+                self.says_its_end(message)
 
 
 class EvaluatorProcess:
@@ -119,7 +106,7 @@ class EvaluatorProcess:
             raise WorkerError(f"the evaluator wasn't done after {self._longest_s:g} s") from None
         except WorkerError as error:
             self._link = None
-            how = await link.ended()
+            how = (await link.ended()).how
             raise WorkerError(f"{error}: it {how}") from error
         except BaseException:
             await self._kill()

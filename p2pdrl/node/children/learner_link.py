@@ -18,24 +18,23 @@ from typing import NamedTuple
 
 from p2pdrl.clock import LoopClock
 from p2pdrl.config.node import LearnerConfig
-from p2pdrl.errors import ConfigError, WorkerError
+from p2pdrl.errors import WorkerError
 from p2pdrl.node.background import beside
-from p2pdrl.node.children.child_process import ChildOutput, HasDescriptor, ProcessLink
+from p2pdrl.node.children.child_process import REAP_S, ChildOutput, HasDescriptor, ProcessLink
 from p2pdrl.node.children.hang_watchdog import Standstill, activity_of
-from p2pdrl.node.children.restarts import Death, death_of
+from p2pdrl.node.children.restarts import Death
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.workers.pipeline.protocol import Blocks, News, Traced
 from p2pdrl.workers.protocol import (
     Alive,
     Attach,
-    Crashed,
+    ChildFailed,
     DataShare,
     DrawnRows,
     DrawRows,
     FromLearner,
     Hello,
     JoinHogwild,
-    LearnerFailed,
     PostedRequest,
     Prioritize,
     Report,
@@ -46,10 +45,8 @@ from p2pdrl.workers.protocol import (
     frame,
 )
 
-__all__ = ["REAP_S", "LearnerLink"]
+__all__ = ["LearnerLink"]
 
-REAP_S = 3.0
-"""A process that has hung up may take so long to end."""
 DEFAULT = LearnerConfig()
 
 FromStage = Blocks | Traced | News
@@ -83,8 +80,6 @@ class LearnerLink(ProcessLink):
         self._stopped = stopped
         self._standstill: Standstill | None = None
         self._stood_still: str | None = None
-        self._crash: Crashed | None = None
-        self._failed: str | None = None
         self._news: dict[type[ToLearner], _Queued] = {}
         self._answers: deque[bytes] = deque()
         self._filled = asyncio.Event()
@@ -129,18 +124,9 @@ class LearnerLink(ProcessLink):
                         return message
                     self._fail(message)
 
-    async def ended(self, timeout_s: float = REAP_S) -> Death:
-        """Wait until a process that has hung up ends, kill it when that takes long; return how it died."""
-        late = False
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._process.wait()
-        except TimeoutError:
-            late = True
-        code = await self.kill()
-        return death_of(
-            code, crash=self._crash, failed=self._failed, stood_still=self._stood_still, late=late
-        )
+    async def ended(self, stood_still: str | None = None, *, timeout_s: float = REAP_S) -> Death:
+        """Likewise; a learner that stood still was killed by us."""
+        return await super().ended(stood_still or self._stood_still, timeout_s=timeout_s)
 
     async def attach(self, region: SharedRegion, nbytes: int, *, restore: bool) -> None:
         """Give the learner the board; with ``restore`` it begins from what is there.
@@ -221,11 +207,9 @@ class LearnerLink(ProcessLink):
 
     def _fail(self, message: FromLearner) -> None:
         """Note the error that the learner dies of; raise one that its successors would die of as well."""
-        if isinstance(message, Crashed):
-            self._crash = message
-        elif isinstance(message, LearnerFailed):
-            self._failed = message.message
-            raise (ConfigError if message.usage else WorkerError)(message.message)
+        self.says_its_end(message)
+        if isinstance(message, ChildFailed):
+            raise WorkerError(message.message)
 
     def _watched(self) -> AbstractAsyncContextManager[None]:
         """Kill the process when it stands still; its messages must be read meanwhile."""

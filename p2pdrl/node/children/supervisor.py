@@ -25,9 +25,10 @@ from p2pdrl.errors import ConfigError, LayoutMismatchError, P2PDRLError, TensorE
 from p2pdrl.node.accounting.counters import ZERO, Counts
 from p2pdrl.node.background import beside, set_within
 from p2pdrl.node.children.actors import ActorPool
+from p2pdrl.node.children.child_process import REAP_S
 from p2pdrl.node.children.draws import DrawPort
 from p2pdrl.node.children.hang_watchdog import HangWatchdog, kill_if_it_hangs
-from p2pdrl.node.children.learner_link import REAP_S, LearnerLink
+from p2pdrl.node.children.learner_link import LearnerLink
 from p2pdrl.node.children.restarts import Death, RestartPolicy, advice
 from p2pdrl.node.children.stage_port import StagePort
 from p2pdrl.node.events import EventLog
@@ -571,7 +572,7 @@ class LearnerSupervisor:
                         noting(self.stages.heard),
                         noting(self.draws.heard),
                     )
-                death = await link.ended(LEAVE_S if self._stopping.is_set() else REAP_S)
+                death = await link.ended(timeout_s=LEAVE_S if self._stopping.is_set() else REAP_S)
                 self._link = None
                 self.draws.died()
                 self.stages.died("its learner died")

@@ -19,6 +19,8 @@ Where there is no room, or no lane of that sender, the call is refused at once (
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable
 from typing import Annotated
 
@@ -26,6 +28,8 @@ import msgspec
 from msgspec import Meta
 
 from p2pdrl.group.compatibility import Natural, Short
+from p2pdrl.strategies.protocol import SwarmView
+from p2pdrl.transport.protocol import Incoming, Refusal, Reply
 
 __all__ = [
     "REPLAY_ROUTE",
@@ -33,6 +37,7 @@ __all__ = [
     "AskRows",
     "Enlist",
     "Enlisted",
+    "ExperienceRoute",
     "FetchPolicy",
     "RowsDrawn",
     "SentUnroll",
@@ -128,6 +133,38 @@ class SetPriorities(msgspec.Struct, frozen=True, tag="priorities"):
     boot: Natural
     """As the shard told when it gave the rows."""
     rows: Annotated[int, Meta(ge=1, le=MOST_ROWS)]
+
+
+class ExperienceRoute(ABC):
+    """Serves one of the routes, but nobody in quarantine.
+
+    Args:
+        strikes: notes who sent what can't be, and knows who is in quarantine.
+    """
+
+    def __init__(self, strikes: SwarmView) -> None:
+        self._strikes = strikes
+        self.refused: Counter[int] = Counter()
+        """Calls that were refused, by status."""
+
+    async def answer(self, incoming: Incoming) -> Reply:
+        """Serve a call.
+
+        Raises:
+            Refusal: quarantined (403), or as the route says.
+        """
+        if self._strikes.quarantined(incoming.sender):
+            self.refused[403] += 1
+            raise Refusal(403, "in quarantine for unrolls or parameters that can't be")
+        try:
+            return await self._answer(incoming)
+        except Refusal as refusal:
+            self.refused[refusal.status] += 1
+            raise
+
+    @abstractmethod
+    async def _answer(self, incoming: Incoming) -> Reply:
+        """Serve a call of somebody who may call."""
 
 
 def learner_of(me: str, actors: Iterable[str], learners: Iterable[str]) -> str | None:

@@ -12,19 +12,71 @@ import numpy.typing as npt
 from p2pdrl.clock import Clock
 from p2pdrl.errors import LayoutMismatchError, TensorError, TransportError, WorkerError
 from p2pdrl.node.events import EventLog
-from p2pdrl.node.experience.messages import ROUTE, FetchPolicy, UnrollReceipt
+from p2pdrl.node.experience.messages import ROUTE, Enlist, FetchPolicy, SentUnroll, UnrollReceipt
 from p2pdrl.tensors.shared_policy import PolicyCopies
 from p2pdrl.transport import codec
 from p2pdrl.transport.protocol import Address, Refusal, Reply, Transport
 
-__all__ = ["PolicyFollower", "PolicyServer"]
+__all__ = ["PolicyFollower", "PolicyServer", "ask_policy", "keep_policy"]
 
 DEADLINE_S = 10.0
 SLOWEST_BYTES_S = 1e6
 FETCH_EVERY_S = 0.1
 REST_TIMES = 9.0
 """Between two fetches; more often than a tenth of the time none is under way."""
-TOLD_EVERY_S = 30.0
+
+
+async def ask_policy(
+    transport: Transport,
+    learner: str,
+    address: Address,
+    message: Enlist | SentUnroll | FetchPolicy,
+    content: memoryview | None = None,
+    *,
+    max_bytes: int,
+    moved_bytes: int,
+) -> tuple[bytes, npt.NDArray[np.uint8] | None]:
+    """Call a learner that may answer with its policy; return the answer, and that.
+
+    Args:
+        content: of an unroll.
+        max_bytes: no policy larger than that is taken.
+        moved_bytes: what the deadline is to suffice for.
+
+    Raises:
+        TransportError: it can't be reached, refuses, or is too slow.
+    """
+    got: list[npt.NDArray[np.uint8]] = []
+
+    def into(_: bytes, nbytes: int) -> memoryview | None:
+        if nbytes > max_bytes:
+            return None
+        got.append(np.empty(nbytes, np.uint8))
+        return got[0].data
+
+    answer = await transport.call(
+        address,
+        learner,
+        ROUTE,
+        msgspec.msgpack.encode(message),
+        vector=content,
+        into=into,
+        deadline_s=DEADLINE_S + moved_bytes / SLOWEST_BYTES_S,
+        lane="bulk",
+    )
+    return answer.meta, got[0] if got and answer.vector_nbytes else None
+
+
+def keep_policy(copies: PolicyCopies, policy: npt.NDArray[np.uint8]) -> int:
+    """Let actors have a policy; return its version.
+
+    Raises:
+        LayoutMismatchError: it is of another network.
+        PoisonedVectorError: a number in it isn't finite.
+    """
+    if policy.nbytes != copies.nbytes:
+        raise LayoutMismatchError(f"a policy of {policy.nbytes} bytes")
+    return copies.write(policy)
 
 
 class PolicyServer:
@@ -110,7 +162,6 @@ class PolicyFollower:
         self._events = events
         self._max_bytes = max_bytes
         self._follows = ""
-        self._told_s = float("-inf")
         self.version = -1
         """Of the newest; -1 while there is none."""
 
@@ -123,7 +174,7 @@ class PolicyFollower:
                 try:
                     await self._fetch(*wanted)
                 except (TransportError, TensorError) as error:
-                    self._tell(f"{self._named(wanted[0])} gives no policy: {error}")
+                    self._events.remind("experience", f"{self._named(wanted[0])} gives no policy: {error}")
             took_s = self._clock.monotonic() - began_s
             await asyncio.sleep(max(FETCH_EVERY_S, REST_TIMES * took_s))
 
@@ -131,32 +182,10 @@ class PolicyFollower:
         if learner != self._follows:
             self._follows, self.version = learner, -1  # versions of two learners don't compare
         copies = self._copies()
-        got: list[npt.NDArray[np.uint8]] = []
-
-        def into(_: bytes, nbytes: int) -> memoryview | None:
-            if nbytes > self._max_bytes:
-                return None
-            got.append(np.empty(nbytes, np.uint8))
-            return got[0].data
-
-        answer = await self._transport.call(
-            address,
-            learner,
-            ROUTE,
-            msgspec.msgpack.encode(FetchPolicy(self._task_hash, self.version)),
-            into=into,
-            deadline_s=DEADLINE_S + copies.nbytes / SLOWEST_BYTES_S,
-            lane="bulk",
+        message = FetchPolicy(self._task_hash, self.version)
+        answer, policy = await ask_policy(
+            self._transport, learner, address, message, max_bytes=self._max_bytes, moved_bytes=copies.nbytes
         )
-        codec.decode(answer.meta, UnrollReceipt, "learner's answer")
-        if not answer.vector_nbytes:
-            return
-        if got[0].nbytes != copies.nbytes:
-            raise LayoutMismatchError(f"a policy of {got[0].nbytes} bytes")
-        self.version = copies.write(got[0])
-
-    def _tell(self, text: str) -> None:
-        now_s = self._clock.monotonic()
-        if now_s - self._told_s > TOLD_EVERY_S:
-            self._told_s = now_s
-            self._events.emit("experience", text, level="warning")
+        codec.decode(answer, UnrollReceipt, "learner's answer")
+        if policy is not None:
+            self.version = keep_policy(copies, policy)

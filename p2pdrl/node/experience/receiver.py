@@ -8,7 +8,6 @@ actors there are.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ import msgspec
 from p2pdrl.errors import PoisonedVectorError, WireError
 from p2pdrl.node.children.actors import ActorPool
 from p2pdrl.node.events import EventLog
-from p2pdrl.node.experience.messages import Enlist, Enlisted, FetchPolicy, SentUnroll
+from p2pdrl.node.experience.messages import Enlist, Enlisted, ExperienceRoute, FetchPolicy, SentUnroll
 from p2pdrl.node.experience.policy import PolicyServer
 from p2pdrl.strategies.protocol import SwarmView
 from p2pdrl.tensors.board import BoardSpec
@@ -46,12 +45,11 @@ class RemoteActor:
     filling: bool = False
 
 
-class ExperienceReceiver:
+class ExperienceReceiver(ExperienceRoute):
     """Serves `messages.ROUTE` on a node that learns.
 
     Args:
         spec: tells the layout of parameters and sidecar.
-        strikes: notes who sent what can't be, and knows who is in quarantine.
         named: the name that people gave a node.
         stale: told of each unroll how many versions the policy that acted was older than the newest.
     """
@@ -67,17 +65,15 @@ class ExperienceReceiver:
         events: EventLog,
         stale: Callable[[int], None] = lambda _: None,
     ) -> None:
+        super().__init__(strikes)
         self._task_hash = task_hash
         self._pool = pool
         self._spec = spec
-        self._strikes = strikes
         self._named = named
         self._events = events
         self._claims: dict[int, RemoteActor] = {}
         self._stale = stale
         self._policy = PolicyServer(lambda: pool.policy)
-        self.refused: Counter[int] = Counter()
-        """Calls that were refused, by status."""
         self.unrolls = 0
         """That came, of all nodes so far."""
 
@@ -91,23 +87,14 @@ class ExperienceReceiver:
         """Who fills which lane."""
         return self._claims
 
-    async def answer(self, incoming: Incoming) -> Reply:
+    async def _answer(self, incoming: Incoming) -> Reply:
         """Serve a call.
 
         Raises:
-            Refusal: malformed (400), quarantined (403), another task or a lane not the sender's (409),
+            Refusal: malformed (400), another task or a lane not the sender's (409),
                 numbers or a length that can't be (422), no room for another unroll yet (423), no lanes left
                 or no policy yet (503).
         """
-        try:
-            return await self._answer(incoming)
-        except Refusal as refusal:
-            self.refused[refusal.status] += 1
-            raise
-
-    async def _answer(self, incoming: Incoming) -> Reply:
-        if self._strikes.quarantined(incoming.sender):
-            raise Refusal(403, "in quarantine for unrolls or parameters that can't be")
         try:
             message: Enlist | SentUnroll | FetchPolicy = codec.decode(
                 incoming.meta, Enlist | SentUnroll | FetchPolicy, "unroll's head"

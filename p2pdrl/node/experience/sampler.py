@@ -23,7 +23,14 @@ from p2pdrl.clock import Clock
 from p2pdrl.config.task import ReplayOptions, TaskConfig
 from p2pdrl.errors import PoisonedVectorError, TransportError, WireError, WorkerError
 from p2pdrl.node.events import EventLog
-from p2pdrl.node.experience.messages import REPLAY_ROUTE, AskRows, FetchPolicy, RowsDrawn, SetPriorities
+from p2pdrl.node.experience.messages import (
+    REPLAY_ROUTE,
+    AskRows,
+    ExperienceRoute,
+    FetchPolicy,
+    RowsDrawn,
+    SetPriorities,
+)
 from p2pdrl.node.experience.policy import PolicyServer
 from p2pdrl.replay.shards import ERRORS, PRIORITIES, ReplayShards, ShardState
 from p2pdrl.strategies.protocol import SwarmView
@@ -47,7 +54,6 @@ POLL_S = (0.0005, 0.01)
 """Between two looks whether the learner took a sample: at first, and at most."""
 SAMPLES_SAVED = 16
 """So many samples may be made up for, when rows came faster than the learner learned from them."""
-TOLD_EVERY_S = 30.0
 
 
 class Segment(NamedTuple):
@@ -66,7 +72,7 @@ class Segment(NamedTuple):
     serials: Array
 
 
-class ReplaySampler:
+class ReplaySampler(ExperienceRoute):
     """The memory that a learner's samples lie in, and who fills it.
 
     Args:
@@ -91,6 +97,7 @@ class ReplaySampler:
         events: EventLog,
         rng: np.random.Generator,
     ) -> None:
+        super().__init__(strikes)
         algorithm = task.algorithm
         if not isinstance(algorithm, ReplayOptions):
             raise WorkerError("only algorithms with a replay memory draw from shards of it")
@@ -100,7 +107,6 @@ class ReplaySampler:
         self._transport = transport
         self._where = shards
         self._learners = learners
-        self._strikes = strikes
         self._named = named
         self._clock = clock
         self._events = events
@@ -113,7 +119,6 @@ class ReplaySampler:
         self.policy = PolicyServer(self._policy)
         self._segments: dict[int, list[Segment]] = {}
         self._saved = 0.0
-        self._told: tuple[str, float] = ("", float("-inf"))
         self.samples = 0
         """That were filled."""
         self.rows: dict[str, int] = {}
@@ -167,14 +172,12 @@ class ReplaySampler:
             raise WorkerError("the learner isn't built yet")
         return self._copies
 
-    async def answer(self, incoming: Incoming) -> Reply:
+    async def _answer(self, incoming: Incoming) -> Reply:
         """Serve a call of a shard's node that wants the policy.
 
         Raises:
-            Refusal: malformed (400), quarantined (403), another task (409), unrolls, which shards take (503).
+            Refusal: another task (409), unrolls, which shards take (503).
         """
-        if self._strikes.quarantined(incoming.sender):
-            raise Refusal(403, "in quarantine for unrolls or parameters that can't be")
         try:
             message: FetchPolicy = codec.decode(incoming.meta, FetchPolicy, "request for a policy")
         except WireError as error:
@@ -202,7 +205,9 @@ class ReplaySampler:
                 for shard in [name for name in self._known.states if name not in where]:
                     self._lost(shard, "its node is gone")
                 if not where:
-                    self._tell("no node holds the replay memory: start one with --roles replay")
+                    self._events.remind(
+                        "experience", "no node holds the replay memory: start one with --roles replay"
+                    )
                 asked = {shard: task for shard, task in asked.items() if not task.done()}
                 for shard, address in where.items():
                     if shard not in asked:
@@ -409,14 +414,6 @@ class ReplaySampler:
             for name in names
         ]
         return {"shards": rows, "rows": self._known.count, "samples": self.samples}
-
-    def _tell(self, text: str) -> None:
-        """Tell people, but not the same again and again."""
-        said, at_s = self._told
-        now_s = self._clock.monotonic()
-        if text != said or now_s - at_s > TOLD_EVERY_S:
-            self._told = text, now_s
-            self._events.emit("experience", text, level="warning")
 
 
 def _check(spec: UnrollSpec, columns: Mapping[str, Array]) -> None:

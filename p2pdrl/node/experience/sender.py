@@ -11,16 +11,16 @@ import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from p2pdrl.clock import Clock
 from p2pdrl.config.task import TaskConfig
-from p2pdrl.errors import LayoutMismatchError, PeerRefusedError, TensorError, TransportError, WireError
+from p2pdrl.errors import PeerRefusedError, TensorError, TransportError, WireError
 from p2pdrl.node.children.actors import ActorPool
 from p2pdrl.node.events import EventLog
-from p2pdrl.node.experience.messages import ROUTE, Enlist, Enlisted, SentUnroll, UnrollReceipt
+from p2pdrl.node.experience.messages import Enlist, Enlisted, SentUnroll, UnrollReceipt
+from p2pdrl.node.experience.policy import ask_policy, keep_policy
 from p2pdrl.telemetry.rate import RateMeter
 from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.tensors.unroll_ring import Committed, UnrollLane, UnrollSpec, shares_of
@@ -29,15 +29,12 @@ from p2pdrl.transport.protocol import Address, Transport
 
 __all__ = ["ExperienceSender"]
 
-DEADLINE_S = 10.0
-SLOWEST_BYTES_S = 1e6
 RETRY_S = 0.5
 """Before a learner that couldn't be reached, or has no room for more actors, is asked again."""
 FULL_S = (0.002, 0.05)
 """Before an unroll is offered again that there was no room for: at first, and at most."""
 POLL_S = (0.001, 0.02)
 """Between two looks for an unroll: at first, and at most."""
-TOLD_EVERY_S = 30.0
 
 
 class Post(NamedTuple):
@@ -96,7 +93,6 @@ class ExperienceSender:
         self._post: Post | None = None
         self._enlisting = asyncio.Lock()
         self._held = -1
-        self._told: tuple[str, float] = ("", float("-inf"))
         self._rate = RateMeter(10.0)
         self._taken_s = clock.monotonic()
         self.sent = 0
@@ -210,7 +206,7 @@ class ExperienceSender:
     async def _lost(self, post: Post, why: str) -> None:
         if self._post is post:
             self._post = None
-            self._tell(f"{self._named(post.learner)} takes no unrolls: {why}")
+            self._events.remind("experience", f"{self._named(post.learner)} takes no unrolls: {why}")
         await asyncio.sleep(RETRY_S)
 
     async def _posted(self) -> Post:
@@ -224,7 +220,7 @@ class ExperienceSender:
                     try:
                         self._keep(found[1])
                     except TensorError as error:
-                        self._tell(f"the learner's policy can't be used: {error}")
+                        self._events.remind("experience", f"the learner's policy can't be used: {error}")
                     else:
                         continue
             await asyncio.sleep(RETRY_S)
@@ -233,7 +229,7 @@ class ExperienceSender:
         """Ask the learner that is ours for lanes; None when that fails, which is told now and then."""
         wanted = self._learner()
         if wanted is None:
-            self._tell("nobody learns: waits for a learner")
+            self._events.remind("experience", "nobody learns: waits for a learner")
             return None
         learner, address = wanted
         message = Enlist(self._task_hash, self._boot, self._shares)
@@ -243,7 +239,9 @@ class ExperienceSender:
             if len(enlisted.lanes) != len(self._shares):
                 raise WireError(f"{len(enlisted.lanes)} lanes for {len(self._shares)} actors")
         except TransportError as error:
-            self._tell(f"{self._named(learner)} doesn't take this node's actors yet: {error}")
+            self._events.remind(
+                "experience", f"{self._named(learner)} doesn't take this node's actors yet: {error}"
+            )
             return None
         self._post = Post(learner, address, enlisted.lanes)
         self._events.emit("works-for", f"its actors work for {self._named(learner)}", peer=learner)
@@ -252,44 +250,12 @@ class ExperienceSender:
     async def _call(
         self, learner: str, address: Address, message: Enlist | SentUnroll, content: memoryview | None
     ) -> tuple[bytes, npt.NDArray[np.uint8] | None]:
-        got: list[npt.NDArray[np.uint8]] = []
-
-        def into(_: bytes, nbytes: int) -> memoryview | None:
-            if nbytes > self._max_bytes:
-                return None
-            got.append(np.empty(nbytes, np.uint8))
-            return got[0].data
-
         length = 0 if content is None else content.nbytes
-        answer = await self._transport.call(
-            address,
-            learner,
-            ROUTE,
-            msgspec.msgpack.encode(message),
-            vector=content,
-            into=into,
-            deadline_s=DEADLINE_S + length / SLOWEST_BYTES_S,
-            lane="bulk",
+        return await ask_policy(
+            self._transport, learner, address, message, content, max_bytes=self._max_bytes, moved_bytes=length
         )
-        return answer.meta, got[0] if got and answer.vector_nbytes else None
 
     def _keep(self, policy: npt.NDArray[np.uint8] | None) -> None:
-        """Let the actors have a policy, unless theirs is as new.
-
-        Raises:
-            LayoutMismatchError: it is of another network.
-            PoisonedVectorError: a number in it isn't finite.
-        """
-        if policy is None or self._pool is None:
-            return
-        if policy.nbytes != self._pool.policy.nbytes:
-            raise LayoutMismatchError(f"a policy of {policy.nbytes} bytes")
-        self._held = self._pool.policy.write(policy)
-
-    def _tell(self, text: str) -> None:
-        """Tell people, but not the same again and again."""
-        said, at_s = self._told
-        now_s = self._clock.monotonic()
-        if text != said or now_s - at_s > TOLD_EVERY_S:
-            self._told = text, now_s
-            self._events.emit("experience", text, level="warning")
+        """Let the actors have a policy, where one came; raises as `keep_policy` does."""
+        if policy is not None and self._pool is not None:
+            self._held = keep_policy(self._pool.policy, policy)

@@ -8,7 +8,6 @@ refused at once (423).
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -16,7 +15,7 @@ import numpy as np
 
 from p2pdrl.errors import WireError, WorkerError
 from p2pdrl.node.children.draws import DrawPort
-from p2pdrl.node.experience.messages import AskRows, RowsDrawn, SetPriorities
+from p2pdrl.node.experience.messages import AskRows, ExperienceRoute, RowsDrawn, SetPriorities
 from p2pdrl.replay.shards import PRIORITIES
 from p2pdrl.strategies.protocol import SwarmView
 from p2pdrl.transport import codec
@@ -29,43 +28,31 @@ DEADLINE_S = 3.0
 """In which the shard's process draws."""
 
 
-class ReplayServer:
+class ReplayServer(ExperienceRoute):
     """Serves `messages.REPLAY_ROUTE`.
 
     Args:
         port: the process that holds the rows.
         boot: of this node.
-        strikes: notes who sent what can't be, and knows who is in quarantine.
     """
 
     def __init__(self, *, task_hash: str, boot: int, port: DrawPort, strikes: SwarmView) -> None:
+        super().__init__(strikes)
         self._task_hash = task_hash
         self._boot = boot
         self._port = port
-        self._strikes = strikes
-        self.refused: Counter[int] = Counter()
-        """Calls that were refused, by status."""
         self.rows = 0
         """That were given."""
         self.priorities = 0
         """Rows whose TD errors came."""
 
-    async def answer(self, incoming: Incoming) -> Reply:
+    async def _answer(self, incoming: Incoming) -> Reply:
         """Serve a call.
 
         Raises:
-            Refusal: malformed (400), quarantined (403), another task (409), numbers or a length that can't
+            Refusal: malformed (400), another task (409), numbers or a length that can't
                 be (422), no slot free (423), the process isn't there or too slow (503).
         """
-        try:
-            return await self._answer(incoming)
-        except Refusal as refusal:
-            self.refused[refusal.status] += 1
-            raise
-
-    async def _answer(self, incoming: Incoming) -> Reply:
-        if self._strikes.quarantined(incoming.sender):
-            raise Refusal(403, "in quarantine for unrolls or parameters that can't be")
         try:
             message: AskRows | SetPriorities = codec.decode(
                 incoming.meta, AskRows | SetPriorities, "replay's request"

@@ -63,3 +63,15 @@ async def test_a_slow_reader_is_dropped_and_told():
         assert slow.empty()
         assert quick.get_nowait()["text"] == "5"
     assert [event["kind"] for event in events.since(0)] == ["k"] * 5
+
+
+def test_what_lasts_is_told_now_and_then():
+    clock = ManualClock(wall_s=50.0)
+    events = EventLog(100, clock)
+    for _ in range(100):
+        events.remind("experience", "nobody learns")
+        events.remind("experience", "no shard")
+        clock.advance(1.0)
+    told = [event["text"] for event in events.since(0)]
+    assert told.count("nobody learns") == told.count("no shard") == 4
+    assert {event["level"] for event in events.since(0)} == {"warning"}

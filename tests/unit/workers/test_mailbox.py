@@ -12,8 +12,8 @@ from p2pdrl.errors import WireError, WorkerError
 from p2pdrl.workers.protocol import (
     Alive,
     Attach,
+    ChildFailed,
     JoinHogwild,
-    LearnerFailed,
     LearnerPace,
     Others,
     Progress,
@@ -201,11 +201,11 @@ def test_the_last_words_wait_for_room(ends):
     mailbox, daemon = ends
     while not mailbox.backlog:
         mailbox.send(report(1, size=2000))
-    mailbox.send(LearnerFailed("the last word", usage=True))
+    mailbox.send(ChildFailed("the last word", usage=True))
     heard = []
 
     def read() -> None:
-        while not heard or not isinstance(heard[-1], LearnerFailed):
+        while not heard or not isinstance(heard[-1], ChildFailed):
             heard.extend(daemon.hear())
 
     reader = threading.Thread(target=read)
@@ -213,7 +213,7 @@ def test_the_last_words_wait_for_room(ends):
     mailbox.drain(5.0)
     reader.join(5.0)
     assert not mailbox.backlog
-    assert heard[-1] == LearnerFailed("the last word", usage=True)
+    assert heard[-1] == ChildFailed("the last word", usage=True)
 
 
 def test_signs_of_life_wait_for_room_and_never_pile_up(ends):

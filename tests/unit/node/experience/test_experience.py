@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 
 import msgspec
 import numpy as np
 import pytest
 
-from p2pdrl.clock import LoopClock
 from p2pdrl.config.node import LearnerConfig
 from p2pdrl.config.task import EnvConfig, TaskConfig
 from p2pdrl.errors import PeerRefusedError
 from p2pdrl.node.children.actors import ActorPool
-from p2pdrl.node.events import EventLog
 from p2pdrl.node.experience.messages import ROUTE, Enlist, Enlisted, SentUnroll, UnrollReceipt, learner_of
 from p2pdrl.node.experience.receiver import ExperienceReceiver
 from p2pdrl.node.experience.sender import ExperienceSender
@@ -24,7 +21,6 @@ from p2pdrl.tensors.layout import Layout, TensorEntry
 from p2pdrl.tensors.shared_policy import ActingPolicy, SharedPolicy
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 from p2pdrl.tensors.unroll_ring import UnrollItem, UnrollSpec
-from p2pdrl.testing.memory_transport import MemoryNetwork
 from p2pdrl.transport.protocol import Address
 from p2pdrl.workers.protocol import Start
 
@@ -45,19 +41,6 @@ TASK = TaskConfig(env=EnvConfig(num_envs=4))
 START = Start(task=b"", seed=1, device="cpu", threads=1, allow_import=False)
 
 
-class Striking:
-    """Notes strikes; two of them are quarantine."""
-
-    def __init__(self):
-        self.strikes = []
-
-    def strike(self, peer, why):
-        self.strikes.append((peer, why))
-
-    def quarantined(self, peer):
-        return len(self.strikes) >= 2
-
-
 class LearnerNode:
     """A node that learns: what came is read and counted, and a new policy published."""
 
@@ -67,7 +50,7 @@ class LearnerNode:
         self.transport = world.network.join(self.id, self.address)
         self.pool = ActorPool(START, LearnerConfig(), world.clock, world.events)
         self.pool.open(UnrollSpec(ITEMS, (4,) * remote, slots, remote), BOARD)
-        self.striking = Striking()
+        self.striking = world.striking(2)
         self.receiver = ExperienceReceiver(
             task_hash="task",
             pool=self.pool,
@@ -80,6 +63,9 @@ class LearnerNode:
         self.transport.serve(ROUTE, self.receiver.answer, max_vector_bytes=1 << 20)
         self.version = 0
         self.read = []
+
+    def close(self):
+        self.pool.close()
 
     def publish(self):
         _, (_, region) = self.pool.collected()
@@ -128,6 +114,9 @@ class ActorNode:
         self.made = 0
         self.seen = []
 
+    def close(self):
+        self.pool.close()
+
     async def run(self):
         board, unrolls = await self.sender.layout()
         assert board == BOARD
@@ -153,46 +142,6 @@ class ActorNode:
             arrays["obs"][:] = 1000 * int(self.id, 16) + self.made
             arrays["valid"][:] = True
             lane.commit(policy_version=acting.version, episodes=0, env_steps=arrays["valid"].size)
-
-
-class World:
-    """Nodes on one network; what they run ends with the test."""
-
-    def __init__(self):
-        self.network = MemoryNetwork(random.Random(1))
-        self.clock = LoopClock()
-        self.events = EventLog(500, self.clock)
-        self.tasks = []
-        self.nodes = []
-        self.stale = []
-
-    async def add(self, kind, number, **options):
-        node = kind(self, number, **options)
-        await node.transport.start()
-        self.nodes.append(node)
-        return node
-
-    def start(self, coroutine):
-        self.tasks.append(asyncio.ensure_future(coroutine))
-        return self.tasks[-1]
-
-    async def end(self):
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-        for task in self.tasks:
-            if task.done() and not task.cancelled():
-                task.result()
-        for node in self.nodes:
-            await node.transport.close()
-            node.pool.close()
-
-
-@pytest.fixture
-async def world():
-    made = World()
-    yield made
-    await made.end()
 
 
 async def learn(learner, updates):

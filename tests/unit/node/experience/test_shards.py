@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import msgspec
 import numpy as np
 import pytest
 
-from p2pdrl.clock import LoopClock
 from p2pdrl.config.task import DQNConfig, EnvConfig, TaskConfig
 from p2pdrl.errors import PeerRefusedError
 from p2pdrl.node.children.draws import DrawPort
-from p2pdrl.node.events import EventLog
 from p2pdrl.node.experience.messages import (
     REPLAY_ROUTE,
     ROUTE,
@@ -34,7 +31,6 @@ from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.shared_policy import ActingPolicy, PolicyCopies, SharedPolicy
 from p2pdrl.tensors.sidecar import SidecarLayout
 from p2pdrl.tensors.unroll_ring import UnrollRing, UnrollSpec
-from p2pdrl.testing.memory_transport import MemoryNetwork
 from p2pdrl.transport.protocol import Address
 from p2pdrl.workers.protocol import DrawnRows, DrawRows, Hello, Prioritize
 
@@ -52,17 +48,6 @@ LAYOUT = ReplayLayout((1,), "float32", (), "int64", streams=2, capacity=400, alp
 SPEC = UnrollSpec(sample_items(LAYOUT, 1, 2), (16,), 4)
 
 
-class Striking:
-    def __init__(self):
-        self.strikes = []
-
-    def strike(self, peer, why):
-        self.strikes.append((peer, why))
-
-    def quarantined(self, peer):
-        return len(self.strikes) >= 3
-
-
 class ShardNode:
     """A node with a shard, whose process is this object: it draws from a memory of its own."""
 
@@ -76,7 +61,7 @@ class ShardNode:
         self.hangs = False
         self.port = DrawPort(lambda: self)
         self.port.open(SPEC, self.memory.places)
-        self.striking = Striking()
+        self.striking = world.striking(3)
         self.server = ReplayServer(task_hash="task", boot=7, port=self.port, strikes=self.striking)
         self.transport.serve(REPLAY_ROUTE, self.server.answer, max_vector_bytes=1 << 20)
         self.first = 1000.0 * number
@@ -123,8 +108,8 @@ class ShardNode:
         )
         asyncio.get_running_loop().call_later(0.001, self.port.heard, drawn)
 
-    async def close(self):
-        await self.transport.close()
+    def close(self):
+        pass
 
 
 class LearnerNode:
@@ -135,7 +120,7 @@ class LearnerNode:
         self.address = Address("10.0.0.1", 7000 + number)
         self.transport = world.network.join(self.id, self.address)
         self.where = {}
-        self.striking = Striking()
+        self.striking = world.striking(3)
         self.sampler = ReplaySampler(
             task=TASK,
             task_hash="task",
@@ -172,44 +157,8 @@ class LearnerNode:
         self.samples.consume()
         return True
 
-    async def close(self):
-        await self.transport.close()
+    def close(self):
         self.sampler.close()
-
-
-class World:
-    def __init__(self):
-        self.network = MemoryNetwork(random.Random(1))
-        self.clock = LoopClock()
-        self.events = EventLog(500, self.clock)
-        self.tasks = []
-        self.nodes = []
-
-    async def add(self, kind, number, **options):
-        node = kind(self, number, **options)
-        await node.transport.start()
-        self.nodes.append(node)
-        return node
-
-    def start(self, coroutine):
-        self.tasks.append(asyncio.ensure_future(coroutine))
-
-    async def end(self):
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-        for task in self.tasks:
-            if not task.cancelled():
-                task.result()
-        for node in self.nodes:
-            await node.close()
-
-
-@pytest.fixture
-async def world():
-    made = World()
-    yield made
-    await made.end()
 
 
 async def learn(learner, shards, updates, *, each=4):
