@@ -22,7 +22,7 @@ from p2pdrl.cli.formats import (
 )
 from p2pdrl.cli.options import Target, api_options, json_option
 from p2pdrl.cli.status import show_again, watchable
-from p2pdrl.config.fields import MAX_STAGES
+from p2pdrl.config.schedules import MAX_STAGES
 from p2pdrl.errors import P2PDRLError
 
 if TYPE_CHECKING:

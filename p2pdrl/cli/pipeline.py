@@ -12,7 +12,7 @@ import click
 
 from p2pdrl.cli.formats import age, clean, grouped
 from p2pdrl.cli.options import Target, api_options, config_options, json_option
-from p2pdrl.config.fields import MAX_CHUNKS, MAX_STAGES
+from p2pdrl.config.schedules import MAX_CHUNKS, MAX_STAGES
 from p2pdrl.errors import ConfigError, P2PDRLError, UsageError
 
 if TYPE_CHECKING:

@@ -12,8 +12,6 @@ import msgspec
 from msgspec import Meta
 
 __all__ = [
-    "MAX_CHUNKS",
-    "MAX_STAGES",
     "Count",
     "Fraction",
     "Microbatches",
@@ -23,7 +21,6 @@ __all__ = [
     "PositiveSeconds",
     "Precision",
     "Problem",
-    "ScheduleName",
     "Seconds",
     "Travelling",
 ]
@@ -36,13 +33,7 @@ Natural = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 PositiveSeconds = Annotated[float, Meta(gt=0, le=1e6)]
 Precision = Literal["float32", "bf16", "fp16"]
-ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
 Microbatches = Annotated[int, Meta(ge=1, le=65_536)] | Literal["auto"]
-
-MAX_STAGES = 64
-"""Peers of one pipeline."""
-MAX_CHUNKS = 8
-"""Stages that each of them holds."""
 
 
 class Travelling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -16,8 +16,6 @@ from typing import Annotated, ClassVar, Literal, get_args
 from msgspec import Meta
 
 from p2pdrl.config.fields import (
-    MAX_CHUNKS,
-    MAX_STAGES,
     Count,
     Fraction,
     Microbatches,
@@ -25,11 +23,11 @@ from p2pdrl.config.fields import (
     NonNegative,
     PositiveSeconds,
     Problem,
-    ScheduleName,
     Seconds,
     Travelling,
 )
 from p2pdrl.config.learner_mode import FREE, LearnerMode
+from p2pdrl.config.schedules import MAX_CHUNKS, MAX_STAGES, ScheduleName
 
 __all__ = [
     "AdpsgdConfig",

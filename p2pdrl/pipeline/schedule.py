@@ -28,7 +28,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, get_args
 
-from p2pdrl.config.fields import ScheduleName
+from p2pdrl.config.schedules import ScheduleName
 from p2pdrl.errors import ConfigError
 
 __all__ = [

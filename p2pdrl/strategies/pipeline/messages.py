@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from p2pdrl.config.fields import MAX_CHUNKS, MAX_STAGES
+from p2pdrl.config.schedules import MAX_CHUNKS, MAX_STAGES
 from p2pdrl.group.compatibility import Natural, Short
 from p2pdrl.group.view import GroupNote, ViewKey
 from p2pdrl.pipeline.plan import StageBackend

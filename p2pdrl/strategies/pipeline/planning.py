@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from p2pdrl.config.checks import LIST_BLOCKS
-from p2pdrl.config.fields import ScheduleName
+from p2pdrl.config.schedules import ScheduleName
 from p2pdrl.config.strategy import PipelineConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.advice import (
