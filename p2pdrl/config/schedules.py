@@ -1,4 +1,4 @@
-"""Names of the pipelines' schedules and bounds, for those who need no more of the configuration."""
+"""Names of the pipelines' schedules and bounds, for commands that plan and import no msgspec."""
 
 from __future__ import annotations
 
