@@ -69,6 +69,7 @@ def test_an_actor_that_is_killed_is_replaced_while_training_goes_on(swarm, wait_
     assert status["env_steps"] <= sum(row["env_steps"] for row in status["actors"])  # none counted twice
 
 
+@pytest.mark.slow
 def test_a_learner_that_is_killed_finds_its_actors_again(swarm, wait_until):
     node, rows = start(swarm, wait_until)
     os.kill(node.learner_pid(), signal.SIGKILL)

@@ -82,6 +82,7 @@ def average(swarm, wait_until, seed: int, *, count: int, slow: bool = False) -> 
     return consensus(last_ND) / consensus(first_ND), float(moved)
 
 
+@pytest.mark.slow
 def test_four_nodes_come_together(swarm, wait_until):
     ratio, moved = average(swarm, wait_until, 1, count=4)
     assert moved < 1e-5

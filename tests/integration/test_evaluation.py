@@ -13,6 +13,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.slow
 def test_two_evaluations_that_reach_the_goal_end_a_swarm_of_two(swarm, wait_until, no_orphans):
     a = swarm.start("a", *QUICK, "--set", "task.stop.mean_return=5")  # whatever it does lasts longer
     a.hold()  # until both train: else it would evaluate twice by itself

@@ -84,6 +84,7 @@ def test_a_stopped_learner_is_told_and_replaced(swarm, wait_until, no_orphans):
     assert node.wait(15) == 0
 
 
+@pytest.mark.slow
 def test_an_environment_that_always_raises_ends_the_node_with_its_error(
     swarm, wait_until, own_environments, no_orphans
 ):

@@ -99,8 +99,9 @@ def all_end_solved(nodes):
         assert finals[node.name]["evaluation"]["mean"] >= 475
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ends", ["told to", pytest.param("solved", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ends", ["told to", "solved"])
 def test_a_swarm_lives_through_joins_and_losses(swarm, make_watch, wait_until, no_orphans, ends):
     # five nodes make 5,000 steps a second: they are judged when everything below has happened
     task = [*TASK, "--set", f"task.evaluation.every={0 if ends == 'told to' else 400_000}"]

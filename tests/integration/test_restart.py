@@ -46,6 +46,7 @@ def test_a_killed_founder_goes_on_from_its_checkpoint(swarm, wait_until):
     assert steps >= saved.sidecar["optimizer.steps"]
 
 
+@pytest.mark.slow
 def test_a_killed_member_comes_back_elsewhere_with_its_counts(swarm, wait_until):
     a = swarm.start("a", *PACE)
     b = swarm.start("b", *PACE, peers=a)
@@ -186,6 +187,7 @@ def test_a_member_that_restarts_while_the_others_are_frozen_waits_for_them(swarm
         wait_until(lambda node=node: node.status()["stop"]["env_steps"] == 5_000_000, 10, "the swarm's stop")
 
 
+@pytest.mark.slow
 def test_all_nodes_restarted_at_once_go_on_with_their_swarm(swarm, wait_until):
     task = ["--set", "task.stop.env_steps=5000000", "--set", "task.env.id=Acrobot-v1"]
     a = swarm.found("a", *PACE, *task)

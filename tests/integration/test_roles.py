@@ -43,6 +43,7 @@ def kept(node):
     return node.status()["experience"]["sent"]["state_version"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_learner_goes_on_whoever_dies_that_acts_for_it(swarm, wait_until, no_orphans):
     learner, (first, second) = start(swarm, "--set", "task.stop.env_steps=100000000")

@@ -38,6 +38,7 @@ def start(swarm, *options):
     return learner, shards, actors
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_learner_draws_from_the_shards_that_are_there(swarm, wait_until, no_orphans):
     learner, shards, actors = start(swarm, "--set", "task.stop.env_steps=100000000")

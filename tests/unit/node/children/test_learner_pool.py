@@ -128,6 +128,7 @@ async def test_a_helper_that_dies_is_replaced_and_stays_counted(plan, make, unti
     assert it.first.restarts == 0
 
 
+@pytest.mark.slow
 async def test_the_first_learner_dies_and_its_helpers_work_on(plan, make, until):
     plan("train")
     it = make()
@@ -196,6 +197,7 @@ async def test_a_gpu_works_alone(plan, make):
     assert (it.learners.pids, it.told("one-learner"), it.first.requests.learner_mode) == ((), 1, FREE)
 
 
+@pytest.mark.slow
 async def test_leaving_while_helpers_are_built(plan, make, until):
     plan("train", "mute")
     it = make()
@@ -261,6 +263,7 @@ async def test_four_processes_solve_sparse_least_squares(make, until):
     assert it.told("worker-died") == 0
 
 
+@pytest.mark.slow
 async def test_a_helper_whose_environment_always_fails_ends_the_watch(plan, make):
     plan("train", "raise:3")
     it = make(config=LearnerConfig(restart_min_s=0.01, restart_max_s=0.05, give_up_after=2))
@@ -272,6 +275,7 @@ async def test_a_helper_whose_environment_always_fails_ends_the_watch(plan, make
     assert [event["error"]["type"] for event in died] == ["ValueError"] * 2
 
 
+@pytest.mark.slow
 async def test_a_bug_of_a_helpers_keeping_before_anybody_watches_is_raised_later(
     plan, make, until, monkeypatch
 ):

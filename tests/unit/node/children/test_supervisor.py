@@ -106,6 +106,7 @@ async def test_stopping_before_it_was_let_go(plan, supervise):
     assert it.one.pid is None
 
 
+@pytest.mark.slow
 async def test_the_last_report_is_read_before_the_end(plan, supervise, until):
     plan("train")
     for _ in range(3):

@@ -88,6 +88,7 @@ async def test_a_paused_successor_stays_paused(plan, supervise, until):
     assert it.one.totals.updates <= 3
 
 
+@pytest.mark.slow
 async def test_a_successor_that_cant_be_built_is_tried_again(plan, supervise, until):
     plan("die:2", "crash", "train")
     it = supervise()
@@ -106,6 +107,7 @@ async def test_a_successor_that_turns_out_bad_is_tried_again(plan, supervise, un
     assert "no such environment; next try in 0.02 s" in failed["text"]
 
 
+@pytest.mark.slow
 async def test_a_successor_of_another_layout_is_tried_again(plan, supervise, until):
     plan("die:50", "train")
     it = supervise()
@@ -154,6 +156,7 @@ async def test_stopping_ends_a_successor_that_builds(plan, supervise, until, mon
     assert it.one.pid is None
 
 
+@pytest.mark.slow
 async def test_one_that_hangs_instead_of_becoming_a_stage_is_replaced(plan, supervise, until, monkeypatch):
     """A frozen process stands for one that waits in a library without end."""
     monkeypatch.setattr(hang_watchdog, "HANGS_S", 0.4)
@@ -211,6 +214,7 @@ async def test_one_that_stands_still_is_told_and_replaced(plan, supervise, until
     assert it.one.stopped_s == 0.0
 
 
+@pytest.mark.slow
 async def test_one_that_is_stopped_and_goes_on_is_left_alone(plan, supervise, until):
     plan("train")
     it = supervise(LearnerConfig(stopped_deadline_s=2.0))
@@ -225,6 +229,7 @@ async def test_one_that_is_stopped_and_goes_on_is_left_alone(plan, supervise, un
     assert it.told("learner-died") == 0
 
 
+@pytest.mark.slow
 async def test_one_in_a_slow_step_is_left_alone(plan, supervise, until):
     plan("slow:5")
     it = supervise(IMPATIENT)
@@ -233,6 +238,7 @@ async def test_one_in_a_slow_step_is_left_alone(plan, supervise, until):
     assert it.told("learner-died") == 0
 
 
+@pytest.mark.slow
 async def test_one_that_is_stopped_or_killed_while_it_is_first_built_is_replaced(plan, supervise):
     plan("stop", "train")
     it = supervise(IMPATIENT)
@@ -251,6 +257,7 @@ async def test_one_that_dies_between_being_built_and_let_go_is_replaced(plan, su
     assert it.one.restarts == 1
 
 
+@pytest.mark.slow
 async def test_a_slow_start_is_waited_for_and_told_at_growing_intervals(plan, supervise, until, monkeypatch):
     monkeypatch.setattr(supervisor_module, "STARTING_TOLD_S", 0.2)
     plan("late")
@@ -269,6 +276,7 @@ async def test_a_slow_start_is_waited_for_and_told_at_growing_intervals(plan, su
 # --- that die of an error -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_the_error_that_ends_one_is_told_in_one_record(plan, supervise, until):
     plan("raise:5", "train")
     it = supervise()
