@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
+
 from p2pdrl.node.state.checkpoints import load
 
 QUICK = [
