@@ -127,7 +127,7 @@ def _roles(count: int, learners: int | None, replays: int | None, task: TaskConf
     """Return the roles of each node; none for all that the task needs.
 
     Raises:
-        click.UsageError: nobody would act, or the task has no replay memory.
+        click.UsageError: nobody would act, for all or for one of them, or the task has no replay memory.
     """
     from p2pdrl.config.task import ReplayOptions
 
@@ -143,6 +143,11 @@ def _roles(count: int, learners: int | None, replays: int | None, task: TaskConf
     if others >= count:
         said = f"--learners {learners}" + (f" and --replays {replays}" if replays else "")
         raise click.UsageError(f"{said} of {count} nodes leave none that acts for them")
+    if replays is None and learners > count - learners:
+        raise click.UsageError(
+            f"each node that acts does so for one learner: --learners {learners} of {count} nodes leave "
+            f"{count - learners}; start {2 * learners} nodes, or take --learners {count // 2}"
+        )
     first = "learner,replay" if has_replay and replays is None else "learner"
     return [first] * learners + ["replay"] * (replays or 0) + ["actor"] * (count - others)
 

@@ -114,14 +114,15 @@ def test_what_the_nodes_are_told(p2pdrl, fake_nodes, tmp_path):
 
 def test_the_first_nodes_learn_and_the_others_act_for_them(p2pdrl, fake_nodes):
     fake_nodes()
-    up = ("swarm", "up", "3", "--json", "--base-port", "21740")
+    up = ("swarm", "up", "4", "--json", "--base-port", "21740")
     result = p2pdrl(*up, "--learners", "2")
     assert result.exit_code == 0, result.stderr
     roles = [node["argv"][node["argv"].index("--roles") + 1] for node in json.loads(result.stdout)["nodes"]]
-    assert roles == ["learner", "learner", "actor"]
-    refused = p2pdrl(*up, "--learners", "3")
-    assert refused.exit_code == 2
-    assert "--learners 3 of 3 nodes leave none that acts" in refused.stderr
+    assert roles == ["learner", "learner", "actor", "actor"]
+    for learners, why in (("4", "--learners 4 of 4 nodes leave none that acts"), ("3", "start 6 nodes, or")):
+        refused = p2pdrl(*up, "--learners", learners)
+        assert refused.exit_code == 2
+        assert why in refused.stderr
 
 
 @pytest.mark.parametrize(
