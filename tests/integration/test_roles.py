@@ -6,11 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 START_S = 90.0
 DETECT_S = 30.0
+STATE_EVERY_S = 1.0
+ON_THE_WAY_S = 1.0
+"""What a whole state may take to get to a node that keeps it."""
+STATE_EACH_SECOND = ("--set", f"node.actors.state_every_s={STATE_EVERY_S}")
 IMPALA = (
     *("--config", "impala"),
     *("--set", "task.env.num_envs=4"),
@@ -34,7 +39,7 @@ def come(learner, *names, more_than=5):
 
 def start(swarm, *options):
     learner = swarm.found("learner", *IMPALA, *options, "--roles", "learner")
-    actor = ("--roles", "actor", "--actors", "2", "--set", "node.actors.state_every_s=1")
+    actor = ("--roles", "actor", "--actors", "2", *STATE_EACH_SECOND)
     return learner, [swarm.start(name, *actor, peers=learner) for name in ("a", "b")]
 
 
@@ -100,7 +105,7 @@ def test_when_all_that_learn_are_gone_a_node_that_acts_goes_on(swarm, wait_until
     wait_until(lambda: all(kept(node) > 50 for node in actors), START_S, "they have a newer whole state")
     learner.kill9()
     heir = wait_until(
-        lambda: next((node for node in actors if node.events("promoted")), None), DETECT_S, "one begins"
+        lambda: next((node for node in actors if node.events("promoted")), None), 15.0, "one begins"
     )
     (other,) = [node for node in actors if node is not heir]
     (event,) = heir.events("promoted")
@@ -123,6 +128,46 @@ def test_when_all_that_learn_are_gone_a_node_that_acts_goes_on(swarm, wait_until
         node.signal(signal.SIGTERM)
         assert node.wait(30) == 0
         assert "Traceback" not in node.text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_task_is_solved_though_one_that_acts_and_then_the_learner_are_lost(swarm, wait_until, no_orphans):
+    """A node that acts joins, one is killed, then the node that learns: another learns on to the goal."""
+    options = ("--set", "task.stop.env_steps=3000000", "--set", "task.stop.mean_return=475")
+    learner, (first, second) = start(swarm, *options, "--set", "task.evaluation.every=20000")
+    wait_until(lambda: come(learner, "a", "b"), START_S, "unrolls of both nodes come")
+    third = swarm.start("c", "--roles", "actor", "--actors", "1", *STATE_EACH_SECOND, peers=learner)
+    wait_until(lambda: come(learner, "c"), START_S, "a newcomer acts")
+    first.kill9()
+    wait_until(lambda: learner.events("actors-left"), DETECT_S, "it is known to be gone")
+    wait_until(lambda: all(kept(node) > 50 for node in (second, third)), START_S, "both have a whole state")
+    versions = []  # of the learner: when it said so, and what
+
+    def followed():
+        versions.append((time.monotonic(), learner.status()["policy_version"]))
+        return versions[-1][0] - versions[0][0] > 2 * (STATE_EVERY_S + ON_THE_WAY_S)
+
+    wait_until(followed, START_S, "it learns on")
+    assert versions[-1][1] > versions[0][1]
+    killed_at = time.monotonic()
+    learner.kill9()
+    actors = (second, third)
+    heir = wait_until(
+        lambda: next((node for node in actors if node.events("promoted")), None), 15.0, "one learns on"
+    )
+    (event,) = heir.events("promoted")
+    age_s = STATE_EVERY_S + ON_THE_WAY_S
+    old = [version for at, version in versions if at <= killed_at - age_s]
+    assert event["policy_version"] >= max(old), "it goes on from a state of the last second"
+    assert [node.wait(600) for node in actors] == [0, 0], heir.text()[-3000:]
+    for node in actors:
+        assert "475 is reached" in node.summary()["reason"]
+        assert "Traceback" not in node.text()
+    (other,) = (node for node in actors if node is not heir)
+    came = heir.summary()["status"]["experience"]["received"]["actors"]
+    sent = other.summary()["status"]["experience"]["sent"]["env_steps"]
+    assert sum(row["env_steps"] for row in came if row["name"] == other.name) <= sent, "none counts twice"
 
 
 @pytest.mark.slow
