@@ -1,0 +1,72 @@
+"""Presets in a swarm of real nodes on this machine: `p2pdrl swarm up` ends as its policy reaches the goal.
+
+The swarm stops by its own condition: two evaluations in a row, by different nodes, have a mean return of at
+least the goal. A seed is that of the initial weights; environments are seeded by the nodes' ids and nobody
+waits for anybody, so no two runs are alike. To add a preset, add a line to `CASES`.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+
+from tests.integration.conftest import free_port
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("real processes")]
+
+LEAVE_S = 60.0
+
+
+class Case(NamedTuple):
+    """How a preset is run, and what it has to reach.
+
+    Attributes:
+        goal: the preset's `task.stop.mean_return`.
+        budget: environment steps of the whole swarm within which it is to be reached.
+        limit_s: in which the swarm is to have stopped.
+        nodes: their number.
+        roles: options of ``swarm up`` that say who does what; by default each node does everything.
+    """
+
+    goal: float
+    budget: int
+    limit_s: float
+    nodes: int = 3
+    roles: tuple[str, ...] = ()
+
+
+CASES = {
+    "cartpole": Case(475, 600_000, 900),
+    "downpour": Case(475, 1_000_000, 900),
+    "a3c": Case(475, 1_000_000, 900),
+}
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", [31, 32, 33])
+@pytest.mark.parametrize("preset", CASES)
+def test_a_swarm_reaches_the_goal(preset, seed, tmp_path):
+    case = CASES[preset]
+    command = [sys.executable, "-m", "p2pdrl", "swarm", "up", str(case.nodes), *case.roles]
+    command += ["--config", preset, "--set", f"task.seed={seed}"]
+    command += ["--data-root", str(tmp_path), "--base-port", str(free_port()), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=case.limit_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=LEAVE_S)
+    result = json.loads(out)
+    swarm, reason = result["swarm"], result["swarm"]["stop"]["reason"]
+    steps = swarm["swarm_env_steps"]
+    print(f"{preset}, seed {seed}: {steps:,} steps in {result['seconds']:.0f} s: {reason}", flush=True)
+    last = err[-3000:]
+    assert swarm["stop"]["reached"], f"it didn't stop in time:\n{last}"
+    assert reason.startswith(f"mean return {case.goal:g} is reached"), reason
+    assert steps <= case.budget
+    assert process.returncode == 0, last
