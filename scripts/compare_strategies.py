@@ -23,19 +23,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
 import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from p2pdrl.config import mode
 from p2pdrl.transport.protocol import Address
-from support.local_swarm import LocalSwarm
+from support.local_swarm import LocalSwarm, Meter, processors_busy
 from support.proxies import Proxies
 
 PPO = {"task.algorithm.name": "ppo", "task.env.num_envs": "8"}
@@ -63,13 +59,6 @@ def arguments_of(strategy: str, pace_s: float) -> list[str]:
     words = [f"--set={key}={value}" for key, value in PPO.items()]
     words += [f"--set=task.strategy.{key}={value}" for key, value in STRATEGIES[strategy].items()]
     return [*words, f"--set=node.learner.step_delay_s={pace_s}"]
-
-
-def returns(swarm: LocalSwarm) -> float | None:
-    """Mean over living nodes of their mean returns."""
-    found = [status.get("mean_return") for status in (node.status() for node in swarm.living)]
-    known = [value for value in found if value is not None]
-    return statistics.fmean(known) if known else None
 
 
 def waited_s(swarm: LocalSwarm) -> float:
@@ -120,12 +109,6 @@ def run(strategy: str, weather: str, budget_s: float, nodes: int, pace_s: float)
         }
 
 
-def processors_busy() -> float:
-    """Share of time for which the processors that we may run on were busy since the last call."""
-    shares = psutil.cpu_percent(percpu=True)
-    return statistics.fmean(shares[number] for number in os.sched_getaffinity(0)) / 100
-
-
 def storm(swarm: LocalSwarm, passed_s: float, killed: bool) -> bool:
     """Kill the one node in the first third of each minute, and bring it back; return whether it is dead."""
     second = passed_s % 60
@@ -136,45 +119,6 @@ def storm(swarm: LocalSwarm, passed_s: float, killed: bool) -> bool:
         swarm.restart(SLOW)
         return False
     return killed
-
-
-class Meter:
-    """What nodes used and made since the meter began, through deaths and new starts.
-
-    Args:
-        swarm: whose nodes.
-    """
-
-    def __init__(self, swarm: LocalSwarm) -> None:
-        self._swarm = swarm
-        self.totals: dict[str, dict[str, float]] = {key: {} for key in ("env_steps", "cpu_s", "bytes_out")}
-        """Since the beginning, by figure and node."""
-        self._last = self._read()
-        self.began_s = time.monotonic()
-
-    def _read(self) -> dict[str, dict[str, float]]:
-        snapshot = self._swarm.snapshot()
-        return {key: getattr(snapshot, key) for key in self.totals}
-
-    def sample(self) -> dict[str, Any]:
-        """One point of the course."""
-        now = self._read()
-        for key, values in now.items():
-            for name, value in values.items():
-                last = self._last[key].get(name, 0.0)
-                # A figure that fell is of a new process, and all of it is new.
-                more = value - last if value >= last else value
-                if key == "env_steps":  # goes on from the checkpoint: what was lost is made again
-                    more = max(value - last, 0.0)
-                self.totals[key][name] = self.totals[key].get(name, 0.0) + more
-                self._last[key][name] = value
-        return {
-            "seconds": time.monotonic() - self.began_s,
-            "mean_return": returns(self._swarm),
-            "cpu_s": sum(self.totals["cpu_s"].values()),
-            "bytes": sum(self.totals["bytes_out"].values()),
-            "env_steps": sum(self.totals["env_steps"].values()),
-        }
 
 
 def table(results: list[dict[str, Any]]) -> None:

@@ -24,11 +24,9 @@ so a suite may take several days. `--table-only` reads them.
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib.util
 import json
 import math
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from support.rows import Rows, command_line, commit
 from support.suites import SUITES, Case, Zoo
 
 if TYPE_CHECKING:
@@ -212,7 +211,7 @@ def _made(value: object, action_shape: tuple[int, ...]) -> object:
     return value
 
 
-def train(run: Run, case: Case, command: str, commit: str) -> dict[str, Any]:
+def train(run: Run, case: Case, command: str, at_commit: str) -> dict[str, Any]:
     """Do one run; return its row."""
     import torch
 
@@ -230,7 +229,7 @@ def train(run: Run, case: Case, command: str, commit: str) -> dict[str, Any]:
         "best": round(max((mean for _, mean in judge.curve), default=math.nan), 4),
         "cpu_s": round(cpu_s, 2),
         "wall_s": round(wall_s, 2),
-        "commit": commit,
+        "commit": at_commit,
         "command": command,
         "curve": json.dumps([(at, round(mean, 3)) for at, mean in judge.curve]),
     }
@@ -249,14 +248,6 @@ def interval(scores: np.ndarray) -> tuple[float, float]:
     drawn = rng.choice(scores, (BOOTSTRAPS, len(scores)))
     low, high = np.percentile([interquartile_mean(one) for one in drawn], [2.5, 97.5])
     return float(low), float(high)
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    """The rows so far."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def table(suite: dict[str, Case], rows: list[dict[str, str]]) -> list[str]:
@@ -366,16 +357,6 @@ def wanted(arguments: argparse.Namespace, rows: list[dict[str, str]]) -> Iterato
                     )
 
 
-def _commit() -> str:
-    """Return the commit of what is run; ``-dirty`` where that differs, not where results do."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    sources = ["git", "diff", "--quiet", "HEAD", "--", "p2pdrl", "config", "scripts"]
-    changed = subprocess.run(sources, check=False).returncode != 0
-    return done.stdout.strip() + "-dirty" * changed or "unknown"
-
-
 def main() -> int:
     """Run what is missing; print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -393,22 +374,17 @@ def main() -> int:
     parser.add_argument("--table-only", action="store_true")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    suite, path = SUITES[arguments.suite], arguments.out / "runs.csv"
+    suite, file = SUITES[arguments.suite], Rows(arguments.out / "runs.csv", FIELDS)
     if unknown := set(arguments.only or ()) - set(suite):
         parser.error(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(suite)}")
-    runs = [] if arguments.table_only else list(wanted(arguments, read(path)))
-    command, commit = " ".join(["python", *sys.argv]), _commit()
+    runs = [] if arguments.table_only else list(wanted(arguments, file.read()))
+    command, at_commit = command_line(), commit()
     began_s = time.monotonic()
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        waiting = {pool.submit(train, run, suite[run.case], command, commit): run for run in runs}
+        waiting = {pool.submit(train, run, suite[run.case], command, at_commit): run for run in runs}
         for number, done in enumerate(as_completed(waiting), 1):
             run, row = waiting[done], done.result()
-            new = not path.exists()
-            with path.open("a", newline="") as file:
-                writer = csv.DictWriter(file, FIELDS)
-                if new:
-                    writer.writeheader()
-                writer.writerow(row)
+            file.add(row)
             print(
                 f"{number}/{len(runs)} after {time.monotonic() - began_s:.0f} s: {run.case} {run.library} "
                 f"seed {run.seed}: {row['mean']:.1f} ± {row['std']:.1f}, best on the way {row['best']:.1f}, "
@@ -416,7 +392,7 @@ def main() -> int:
                 file=sys.stderr,
                 flush=True,
             )
-    rows = read(path)
+    rows = file.read()
     lines = table(suite, rows)
     print("\n".join(lines))
     (arguments.out / "table.md").write_text("\n".join(lines) + "\n")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,7 @@ from p2pdrl.cli.client import NodeClient
 from p2pdrl.errors import P2PDRLError
 from p2pdrl.transport.protocol import Address
 
-__all__ = ["LocalSwarm", "Node", "Snapshot", "free_ports"]
+__all__ = ["LocalSwarm", "Meter", "Node", "Snapshot", "free_ports", "processors_busy"]
 
 
 def free_ports(count: int) -> list[int]:
@@ -277,3 +278,54 @@ class LocalSwarm:
         """Start a killed node again on its data folder."""
         node = self.nodes[number]
         self.nodes[number] = self._start(node.name, node.address.port, node.extra)
+
+
+class Meter:
+    """What nodes used and made since the meter began, through deaths and new starts.
+
+    Args:
+        swarm: whose nodes.
+    """
+
+    def __init__(self, swarm: LocalSwarm) -> None:
+        self._swarm = swarm
+        self.totals: dict[str, dict[str, float]] = {key: {} for key in ("env_steps", "cpu_s", "bytes_out")}
+        """Since the beginning, by figure and node."""
+        self._last = self._read()
+        self.began_s = time.monotonic()
+
+    def _read(self) -> dict[str, dict[str, float]]:
+        snapshot = self._swarm.snapshot()
+        return {key: getattr(snapshot, key) for key in self.totals}
+
+    def sample(self) -> dict[str, Any]:
+        """One point of the course."""
+        now = self._read()
+        for key, values in now.items():
+            for name, value in values.items():
+                last = self._last[key].get(name, 0.0)
+                # A figure that fell is of a new process, and all of it is new.
+                more = value - last if value >= last else value
+                if key == "env_steps":  # goes on from the checkpoint: what was lost is made again
+                    more = max(value - last, 0.0)
+                self.totals[key][name] = self.totals[key].get(name, 0.0) + more
+                self._last[key][name] = value
+        return {
+            "seconds": time.monotonic() - self.began_s,
+            "mean_return": self._mean_return(),
+            "cpu_s": sum(self.totals["cpu_s"].values()),
+            "bytes": sum(self.totals["bytes_out"].values()),
+            "env_steps": sum(self.totals["env_steps"].values()),
+        }
+
+    def _mean_return(self) -> float | None:
+        """Mean over living nodes of their mean returns."""
+        found = [status.get("mean_return") for status in (node.status() for node in self._swarm.living)]
+        known = [value for value in found if value is not None]
+        return statistics.fmean(known) if known else None
+
+
+def processors_busy() -> float:
+    """Share of time for which the processors that we may run on were busy since the last call."""
+    shares = psutil.cpu_percent(percpu=True)
+    return statistics.fmean(shares[number] for number in os.sched_getaffinity(0)) / 100
