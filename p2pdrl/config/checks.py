@@ -196,6 +196,7 @@ def problems(config: Config) -> list[Problem]:
         *mode_problems(task, config.node),
         *_node_problems(config.node),
         *_actor_problems(task, config.node),
+        *_inference_problems(task, config.node),
         *role_problems(task, config.node),
         *(problem for problem in gradients if problem.key not in said),
         *idle,
@@ -483,6 +484,32 @@ def _actor_problems(task: TaskConfig, node: NodeConfig) -> Iterator[Problem]:
             "node.actors.count",
             f"{count} actors can't share task.env.num_envs = {task.env.num_envs} environments; "
             "lower it, or raise that",
+        )
+
+
+def _takes_unrolls(algorithm: AlgorithmOptions, node: NodeConfig) -> bool:
+    """Whether a learner takes unrolls of other nodes' actors: then its own are in processes as well."""
+    remote = node.learner.remote_actors
+    return algorithm.remote_actors and bool(node.roles if remote == "auto" else remote)
+
+
+def _inference_problems(task: TaskConfig, node: NodeConfig) -> Iterator[Problem]:
+    """Actors that ask another process for actions, where there are none."""
+    key = "node.actors.inference"
+    if node.actors.inference == "local":
+        return
+    if isinstance(task.algorithm, RegressionConfig):
+        yield Problem(key, "a regression has no environments to act in; leave it local")
+    elif not node.acts:
+        yield Problem(
+            key,
+            f"node.roles = {', '.join(node.roles)}: nobody acts on this node; leave it local, or add actor",
+        )
+    elif node.learns and node.actors.count == 0 and not _takes_unrolls(task.algorithm, node):
+        yield Problem(
+            key,
+            "the learner itself acts, in its own process (node.actors.count = 0); set a number of actors, or "
+            "leave it local",
         )
 
 

@@ -110,21 +110,31 @@ class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Unrolls that each actor may make while the learner is still learning from older ones. With 0 all keep
     step: each unroll is made by the newest policy, and results are repeatable. 1 lets actors act while the
     learner learns, by a policy that is one update old."""
+    inference: Literal["local", "batched"] = "local"
+    """Who computes actions: each actor by itself, with a copy of the policy, or for all of them the process
+    that answers ``POST /v1/act``, in batches and on ``node.inference.device``; actors only have environments
+    then, and the policy of an unroll may become newer in the middle of it (V-trace doesn't mind; with
+    ``ahead = 0`` it can't). For a GPU, or a network that takes longer than a question, which is some 0.2 ms:
+    on a processor that has no cores to spare, ``local`` makes more steps. ``node.inference`` says how
+    batches are made."""
     state_every_s: PositiveSeconds = 30.0
     """A node that acts and doesn't learn fetches the whole state, the optimizer's too, so often: the most
     that is lost when all that learn are gone."""
 
 
 class InferenceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The process of this node that answers ``POST /v1/act`` with actions of the newest policy."""
+    """The process of this node that answers ``POST /v1/act`` with actions of the newest policy.
+
+    It acts for this node's actors, too, if ``node.actors.inference`` says so.
+    """
 
     device: str = "auto"
     """``auto`` takes the first GPU if there is one; or ``cpu``, ``cuda``, ``cuda:1``."""
     max_batch: Annotated[int, Meta(ge=1, le=65_536)] = 256
     """Most observations that are computed together, and that one request may bring."""
     batch_wait_s: Annotated[float, Meta(ge=0, le=1)] = 0.002
-    """How long the first request of a batch waits for others, unless the batch is full before. 0 takes what
-    is there: quicker for one caller at a time, dearer for many."""
+    """How long the first request of a batch waits for others, unless the batch is full before, or no actor is
+    left that could ask. 0 takes what is there: quicker for one caller at a time, dearer for many."""
     max_waiting: Annotated[int, Meta(ge=1, le=1_000_000)] = 4096
     """Observations that may wait for their batch; requests beyond them are refused (503) and may come again
     after a second."""
@@ -133,7 +143,7 @@ class InferenceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     (503). A process that needs so long for one batch is killed; the next request starts another."""
     idle_s: PositiveSeconds = 60.0
     """The process ends when nobody has asked for so long, and frees its memory; the next request starts it
-    again, which takes seconds."""
+    again, which takes seconds. One that acts for actors stays."""
 
 
 class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -276,7 +276,7 @@ class Node:
                 group.create_task(training.mode.watch(), name="strategy"),
                 group.create_task(context.checkpointer.run(), name="checkpoints"),
                 group.create_task(self._evaluations.run(), name="evaluations"),
-                group.create_task(context.inference.run(), name="inference"),
+                group.create_task(self._watch(context.inference.run()), name="inference"),
             ]
             halted = group.create_task(self._follower.halted.wait(), name="halt")
             wanted = group.create_task(self._roles_wanted.wait(), name="roles")

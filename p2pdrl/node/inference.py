@@ -1,4 +1,4 @@
-"""Actions of the node's newest policy for whoever asks: ``POST /v1/act``.
+"""Actions of the node's newest policy for whoever asks: ``POST /v1/act``, and the node's own actors.
 
     requests ──► Batcher ──► slot of shared memory ──► inference process ──► answers
                                NewestPolicy ──► policy in shared memory ──┘
@@ -6,6 +6,10 @@
 One process of the node answers (`workers.inference`). It is started by the first request, ends after a while
 without any, and is started again by the next request where it died. Requests are gathered for a few
 milliseconds; while one batch is computed the next one fills another slot. Whoever waits has a deadline.
+
+With ``node.actors.inference = "batched"`` the same process acts for the node's actors, which ask it without
+us (`workers.inference`). It runs all the time then, is replaced at once where it dies, and has one copy of
+the parameters, those that the learner wrote for its actors: what callers get is what the actors act with.
 """
 
 # ruff: noqa: N815 (names carry shape suffixes)
@@ -28,7 +32,9 @@ from p2pdrl.config.node import InferenceConfig, NodeConfig
 from p2pdrl.config.task import RegressionConfig
 from p2pdrl.errors import ConfigError, TensorError, WorkerError
 from p2pdrl.node.accounting.progress_tracker import ProgressTracker
+from p2pdrl.node.children.actors import ActorPool, StepPort
 from p2pdrl.node.children.child_process import ProcessLink
+from p2pdrl.node.children.restarts import Death, RestartPolicy
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.training import Training
 from p2pdrl.telemetry.metrics import Registry
@@ -38,6 +44,7 @@ from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.shared_policy import ActingPolicy, PolicyCopies, SharedPolicy, features_of
 from p2pdrl.transport.codec import decode
 from p2pdrl.workers.protocol import (
+    ActedForActors,
     FromInference,
     Infer,
     InferenceReady,
@@ -232,17 +239,23 @@ class InferenceLink(ProcessLink):
     NAME = "inference process"
 
     @classmethod
-    async def spawn(cls, start: StartInference, policy: SharedRegion) -> InferenceLink:
+    async def spawn(
+        cls, start: StartInference, policy: SharedRegion, steps: StepPort | None = None
+    ) -> InferenceLink:
         """Start the process, and tell it what to act with.
+
+        Args:
+            steps: through which actors ask it; None without such.
 
         Raises:
             WorkerError: it can't be started.
         """
         environment = os.environ | {"OMP_NUM_THREADS": str(start.threads)}
-        launched = await cls.launch(
-            "p2pdrl.workers.inference", {"--policy": policy.fd}, environment, [policy.fd]
-        )
-        link = cls(*launched)
+        options, fds = {"--policy": policy.fd, "--steps": -1}, [policy.fd]
+        if steps is not None:
+            options["--steps"] = steps.region.fd
+            fds += sorted({steps.region.fd, *(fd for bell in steps.bells for fd in bell)})
+        link = cls(*await cls.launch("p2pdrl.workers.inference", options, environment, fds))
         try:
             await link.send(frame(start))
         except BaseException:
@@ -317,7 +330,7 @@ class Inference:
         clock: Clock,
         events: EventLog,
         registry: Registry,
-        spawn: Callable[[StartInference, SharedRegion], Any] = InferenceLink.spawn,
+        spawn: Callable[..., Any] = InferenceLink.spawn,
     ) -> None:
         self._node = node
         self._config: InferenceConfig = node.inference
@@ -344,6 +357,10 @@ class Inference:
         self._backoff_s = 0.0
         self._not_before_s = float("-inf")
         self._hopeless: str | None = None
+        actors = training.actors
+        self._pool: ActorPool | None = actors if actors is not None and actors.batched else None
+        """Actors that it acts for; None where they do so themselves."""
+        self._restarts = RestartPolicy(node.learner, "the inference process")
         self._device: str | None = None
         self.pid: int | None = None
         """Of the process; None while there is none."""
@@ -415,7 +432,7 @@ class Inference:
             raise ApiRefusal(409, self._hopeless)
         training = self._training
         there = training.ready
-        if not training.learns:
+        if not training.learns or self._pool is not None:
             there = training.actors is not None and training.actors.policy.version is not None
         if not there:
             raise _later("this node has no policy yet; wait until it trains")
@@ -437,10 +454,16 @@ class Inference:
     # --- the process ----------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keep a process while it is asked for, until cancelled."""
+        """Keep a process while it is asked for, or while actors may ask it, until cancelled.
+
+        Raises:
+            ConfigError: it can't act for this node's actors as configured.
+            WorkerError: it dies again and again in the same way, and they have nobody else to ask.
+        """
         try:
             while True:
-                await self._wanted.wait()
+                if self._pool is None:
+                    await self._wanted.wait()
                 await self._live()
         finally:
             self._refuse_all("this node is ending")
@@ -452,28 +475,56 @@ class Inference:
     async def _live(self) -> None:
         """Run one process to its end; tell those who wait where it fails."""
         self._answered = 0
+        began_s = self._clock.monotonic()
+        death: Death | None = None
         try:
-            how = await self._one_life()
+            death = await self._one_life()
+            if death is None:
+                return  # nobody asked for long
+            how = death.how
         except ConfigError as error:
+            if self._pool is not None:
+                raise
             self._hopeless = f"this node's policy can't be asked: {error}"
             self._events.emit("inference-failed", self._hopeless, level="warning")
             self._refuse_all(self._hopeless, status=409)
             return
         except (WorkerError, TensorError) as error:
             how = f"couldn't be started: {error}"
-        if how is None:
-            return  # nobody asked for long
         self._registry.inference_failures_total.inc()
+        if self._pool is not None:
+            await self._replace(how, death, self._clock.monotonic() - began_s)
+            return
         self._backoff_s = 0.0 if self._answered else self._next_backoff_s()
         self._not_before_s = self._clock.monotonic() + self._backoff_s
         text = f"the inference process {how}"
         self._events.emit("inference-failed", f"{text}; the next request starts another", level="warning")
         self._refuse_all(text)
 
+    async def _replace(self, how: str, death: Death | None, lived_s: float) -> None:
+        """Tell of an end, and wait until actors that wait are to have another process.
+
+        Raises:
+            WorkerError: it died again and again in the same way.
+        """
+        policy = self._restarts
+        if death is None:
+            policy.failed_to_start()
+        else:
+            policy.died(death, lived_s)
+        text = f"the inference process {how}"
+        self._refuse_all(text)
+        if policy.give_up_reason is not None:
+            raise WorkerError(policy.give_up_reason)
+        text = f"{text}; actors wait, and another takes its place in {policy.backoff_s:g} s"
+        self._events.emit("inference-failed", text, level="warning")
+        self._not_before_s = self._clock.monotonic() + policy.backoff_s
+        await asyncio.sleep(policy.backoff_s)
+
     def _next_backoff_s(self) -> float:
         return min(max(BACKOFF_S, 2.0 * self._backoff_s), LONGEST_BACKOFF_S)
 
-    async def _one_life(self) -> str | None:
+    async def _one_life(self) -> Death | None:
         """Run one process to its end; return how it died, None where it wasn't needed any more.
 
         Raises:
@@ -481,9 +532,8 @@ class Inference:
             WorkerError: it couldn't be started.
             TensorError: the system gives no memory to share.
         """
-        if self._policy is None:
-            self._policy = NewestPolicy(self._training, self._progress_tracker, self._clock)
-        await self._policy.refresh()
+        region, size = await self._acts_with()
+        steps = None if self._pool is None else self._pool.steps
         self._lives += 1
         self._registry.inference_starts_total.inc()
         start = StartInference(
@@ -492,29 +542,50 @@ class Inference:
             device=self._config.device,
             threads=self._node.learner.threads,
             allow_import=self._node.may_import,
-            policy_size=self._policy.size,
-            policy_nbytes=self._policy.region.nbytes,
+            policy_size=size,
+            policy_nbytes=region.nbytes,
+            steps=None if steps is None else steps.spec,
+            bells=() if steps is None else steps.bells,
+            step_wait_s=self._config.batch_wait_s,
+            max_rows=self._config.max_batch,
         )
-        link: InferenceLink = await self._spawn(start, self._policy.region)
+        link: InferenceLink = await self._spawn(start, region, steps)
         self.pid = link.pid
         try:
             try:
                 slots = await self._attach(link)
-                await self._serve(link, slots, self._policy)
+                await self._serve(link, slots)
             except _StuckError as error:
-                return (await link.ended(stood_still=str(error))).how
+                return await link.ended(stood_still=str(error))
             except WorkerError:
-                return (await link.ended()).how
+                return await link.ended()
             self._wait_again()
             return None
         finally:
             self.pid = self._device = None
             await link.kill()
 
+    async def _acts_with(self) -> tuple[SharedRegion, int]:
+        """Return the memory that the process reads parameters from, and how many there are.
+
+        Raises:
+            WorkerError: there is no policy yet.
+            TensorError: the system gives no such memory.
+        """
+        if self._pool is not None:
+            return self._pool.policy_region, self._training.spec.layout.size
+        if self._policy is None:
+            self._policy = NewestPolicy(self._training, self._progress_tracker, self._clock)
+        await self._policy.refresh()
+        return self._policy.region, self._policy.size
+
     async def _attach(self, link: InferenceLink) -> InferenceSlots:
         """Wait until the process is built, and share the memory for batches with it."""
         ready = await link.ready()
         self._spec, self._device = ready.spec, ready.device
+        if ready.refusal:
+            self._hopeless = f"this node's policy can't be asked: {ready.refusal}"
+            self._refuse_all(self._hopeless, status=409)
         rows = self._config.max_batch
         nbytes = InferenceSlots.nbytes_of(ready.spec, rows, SLOTS)
         if self._memory is None:
@@ -527,7 +598,7 @@ class Inference:
         self._used_s = self._clock.monotonic()
         return InferenceSlots(self._memory, ready.spec, rows, SLOTS)
 
-    async def _serve(self, link: InferenceLink, slots: InferenceSlots, policy: NewestPolicy) -> None:
+    async def _serve(self, link: InferenceLink, slots: InferenceSlots) -> None:
         """Hand batches to the process, and answers to who asked, until nobody asks for long.
 
         Raises:
@@ -535,7 +606,7 @@ class Inference:
             WorkerError: the process is gone, or stuck.
         """
         jobs = [
-            asyncio.create_task(self._send_batches(link, slots, policy), name="inference batches"),
+            asyncio.create_task(self._send_batches(link, slots), name="inference batches"),
             asyncio.create_task(self._hear_answers(link, slots), name="inference answers"),
             asyncio.create_task(self._watch(), name="inference watch"),
         ]
@@ -550,10 +621,11 @@ class Inference:
             if error is not None:
                 raise error
 
-    async def _send_batches(self, link: InferenceLink, slots: InferenceSlots, policy: NewestPolicy) -> None:
+    async def _send_batches(self, link: InferenceLink, slots: InferenceSlots) -> None:
         while True:
             await self._due()
-            await policy.refresh()
+            if self._policy is not None:
+                await self._policy.refresh()
             asks = self._batcher.take()
             if not asks:
                 continue
@@ -589,6 +661,9 @@ class Inference:
             for message in await link.hear():
                 if isinstance(message, Inferred):
                     self._answer(message, slots)
+                elif isinstance(message, ActedForActors):
+                    self._answered += len(message.seconds)
+                    self._registry.observe_steps(message.environments, message.seconds)
 
     def _answer(self, message: Inferred, slots: InferenceSlots) -> None:
         batch, slot = self._in_flight.pop(message.slot), slots[message.slot]
@@ -616,19 +691,28 @@ class Inference:
         Raises:
             _StuckError: the process takes too long for a batch.
         """
-        overdue = 0
+        overdue, before, since_s = 0, self._questions(), self._clock.monotonic()
         while True:
             await asyncio.sleep(min(1.0, self._config.idle_s / 4, self._config.deadline_s / 4))
             now_s = self._clock.monotonic()
+            questions = self._questions()
+            if not any(asked and asked == same for asked, same in zip(questions, before, strict=True)):
+                since_s = now_s
+            before = questions
             sent_s = min((batch.sent_s for batch in self._in_flight.values()), default=now_s)
             # twice in a row: an answer may lie there where it was this daemon that stood still
-            overdue = overdue + 1 if now_s - sent_s > self._config.deadline_s else 0
+            overdue = overdue + 1 if now_s - min(sent_s, since_s) > self._config.deadline_s else 0
             if overdue > 1:
                 raise _StuckError(f"it took over {self._config.deadline_s:g} s for a batch")
-            waits = bool(self._in_flight or self._batcher)
+            waits = bool(self._in_flight or self._batcher or self._pool is not None)
             if not waits and now_s - self._used_s >= self._config.idle_s:
                 self._wanted.clear()
                 return
+
+    def _questions(self) -> tuple[int, ...]:
+        """What each actor waits for, by number; 0 for nothing."""
+        steps = None if self._pool is None else self._pool.steps
+        return () if steps is None else steps.questions
 
     def _wait_again(self) -> None:
         """Let requests that came while the process was ending wait for the next one."""

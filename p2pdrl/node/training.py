@@ -322,7 +322,9 @@ class Training:
         self.learns = config.learns
         """Whether parameters are updated here; else this node's actors work for another's learner."""
         self.actors = (
-            ActorPool(start, config.learner, clock, events) if start.actors or start.remote_actors else None
+            ActorPool(start, config.learner, clock, events, batched=config.actors.inference == "batched")
+            if start.actors or start.remote_actors
+            else None
         )
         """Processes that act for the learner, here or elsewhere; None where it does so itself."""
         self.swarm = NodeSwarmView(

@@ -300,8 +300,8 @@ class DeterministicActorCritic(_ContinuousWithCritics):
         T, B = actions.shape[:2]
         obs_NX = obs_T1BX.flatten(0, 1)
         own_NA = self.act(obs_NX)
-        values_T1B = self.q_values(beside(obs_NX, own_NA)).mean(0).view(T + 1, B)
-        taken = self.q_values(beside(obs_T1BX[:-1].flatten(0, 1), actions.flatten(0, 1)))
+        values_T1B = self.q_values(beside(obs_NX, own_NA)).mean(0).view(obs_T1BX.shape[:2])
+        taken = self.q_values(beside(obs_T1BX[:T].flatten(0, 1), actions.flatten(0, 1)))
         return taken.mean(0).view(T, B), values_T1B
 
     def act(self, obs_BX: Tensor, noise: Tensor | None = None, state_BS: Tensor | None = None) -> Tensor:

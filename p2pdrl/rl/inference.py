@@ -1,13 +1,15 @@
-"""A task's policy, for observations that come from outside: no environments are stepped here.
+"""A task's policy, for observations that come from elsewhere: no environments are stepped here.
 
-The inference process of a node answers ``POST /v1/act`` with it (`workers.inference`). Parameters and the
-moments of observations are given; what the policy makes of an observation is what evaluation makes of it.
+The inference process of a node answers ``POST /v1/act`` with it, and the node's actors (`workers.inference`).
+Parameters and the moments of observations are given. What the policy makes of a caller's observation is what
+evaluation makes of it; what it makes of an actor's, what the actor would have made of it itself.
 
 Shape suffixes: N observations, X the observation's own dimensions, A one action's, D parameters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -47,9 +49,10 @@ class PolicyInference:
         device: where it computes.
         size: D.
         obs_shape: of what observations are normalised with; (0,) where they aren't.
+        refusal: why it can't answer single observations; empty where it can.
 
     Raises:
-        ConfigError: the task has no policy, or one that can't answer single observations.
+        ConfigError: the task has no policy.
     """
 
     def __init__(
@@ -63,8 +66,11 @@ class PolicyInference:
         env.close()
         self._env = env
         self._policy = entry_of(task.algorithm).policy(env.spec, task)
+        self._narrow = task.gradients.precision == "bf16"
+        self._exploration = 0.0
+        self.refusal = ""
         if self._policy.initial_state(1) is not None:
-            raise ConfigError(
+            self.refusal = (
                 f"the policy has a memory (network.core = {task.network.core}), so what it does depends on a "
                 "whole episode: it isn't asked for actions on single observations"
             )
@@ -81,27 +87,26 @@ class PolicyInference:
         self.spec = _spec_of(env, has_values=isinstance(self._policy, ActorCritic))
 
     def use(self, vector_D: npt.NDArray[np.float32], acting: ActingPolicy) -> None:
-        """Answer with these parameters and moments from now on.
-
-        ε isn't used: who asks for actions gets those that the policy holds best, as in evaluation, or, where
-        it is stochastic, draws from it.
-        """
+        """Answer with these parameters and moments from now on."""
         self._flat.set_(vector_D)
         self._version = acting.version
+        self._exploration = acting.exploration
         if self._normalizer is not None:
             self._normalizer.use(acting.mean_X, acting.scale_X)
 
     @torch.inference_mode()
     def answer(self, obs_NX: Array, greedy: int) -> PolicyAnswer:
-        """Act on a batch.
+        """Act on a batch of callers.
+
+        ε isn't used: who asks for actions gets those that the policy holds best, as in evaluation, or, where
+        it is stochastic, draws from it.
 
         Args:
             obs_NX: as environments give them, raw.
             greedy: so many at the front get the likeliest action, the others a sampled one.
         """
-        seen_NX = obs_NX if self._normalizer is None else self._normalizer.normalize(obs_NX)
-        # a copy: the memory belongs to whoever fills it next
-        inputs_NX = torch.from_numpy(seen_NX.astype(self._policy.spec.obs_dtype)).to(self.device)
+        self._policy.exploration = 0.0
+        inputs_NX = self._seen(obs_NX, copy=True)  # the memory belongs to whoever fills it next
         count, parts = len(inputs_NX), []
         if greedy:
             parts.append(self._policy.act(inputs_NX[:greedy]))
@@ -116,6 +121,40 @@ class PolicyInference:
             _numpy(values_N) if self.spec.has_values else None,
             self._version,
         )
+
+    @torch.inference_mode()
+    def step(self, asked: Mapping[str, Array]) -> tuple[dict[str, Array], int]:
+        """Act on a batch of actors.
+
+        Args:
+            asked: N rows of what ``sources.unrolls.step_spec`` names.
+
+        Returns:
+            rows of the answers that it names, and the policy version behind them.
+        """
+        self._policy.exploration = self._exploration
+        inputs_NX = self._seen(asked["obs"], copy=False)  # nobody writes there before it is answered
+        noise_N = torch.from_numpy(asked["noise"]).to(self.device)
+        state_NS = None
+        if "state" in asked:
+            # a copy: it is overwritten, and whoever asked may have to ask again
+            state_NS = torch.from_numpy(asked["state"]).to(self.device, copy=True)
+        found = self._policy.step(inputs_NX, noise_N, state_NS, narrow=self._narrow)
+        answers = {
+            "actions": found.actions.cpu().numpy(),
+            "log_probs": _numpy(found.log_probs_B),
+            "values": _numpy(found.values_B),
+        }
+        if found.taken_B is not None:
+            answers["taken"] = _numpy(found.taken_B)
+        if state_NS is not None:
+            answers["state"] = _numpy(state_NS)
+        return answers, self._version
+
+    def _seen(self, obs_NX: Array, *, copy: bool) -> Tensor:
+        seen_NX = obs_NX if self._normalizer is None else self._normalizer.normalize(obs_NX)
+        dtype = self._policy.spec.obs_dtype
+        return torch.from_numpy(seen_NX.astype(dtype, copy=copy)).to(self.device)
 
 
 def _numpy(numbers_N: Tensor) -> npt.NDArray[np.float32]:

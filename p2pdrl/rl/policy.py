@@ -11,11 +11,12 @@ Shape suffixes: … leading dimensions (B batch, or B environments and T steps),
 dimensions, A actions, F features, S state.
 """
 
+# ruff: noqa: N815 (fields carry shape suffixes)
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 import torch
@@ -41,10 +42,26 @@ from p2pdrl.rl.networks.layers import Dense, initialise, mlp
 from p2pdrl.rl.networks.lstm import LSTM, NO_CONTEXT, RecurrentContext, RecurrentCore
 from p2pdrl.rl.networks.registry import make_front, make_trunk, resolve_kind, seen_spec
 
-__all__ = ["ActorCritic", "Policy"]
+__all__ = ["Acted", "ActorCritic", "Policy"]
 
 MOST_NOISE = 1e8
 """Of Gumbel noise: less than what keeps an action from being taken, more than is ever drawn but infinity."""
+
+
+class Acted(NamedTuple):
+    """What a policy does at one step of B environments, and what it says of that.
+
+    Args:
+        actions: as `Policy.act` returns them.
+        log_probs_B: of these actions.
+        values_B: v(s); of the best action where the policy judges its actions.
+        taken_B: Q(s, a) where it does; else None.
+    """
+
+    actions: Tensor
+    log_probs_B: Tensor
+    values_B: Tensor
+    taken_B: Tensor | None = None
 
 
 class Policy(nn.Module, ABC):
@@ -79,7 +96,7 @@ class Policy(nn.Module, ABC):
     def judge(self, obs_T1BX: Tensor, actions: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return Q(s, a) of T actions and V(s) of T+1 observations, TB and T1B, for first priorities.
 
-        None where the algorithm's options ask for none.
+        None where the algorithm's options ask for none. There may be T observations as well.
         """
         del obs_T1BX, actions
         return None
@@ -111,6 +128,30 @@ class Policy(nn.Module, ABC):
             int64 B or B x A, or float32 B x A as sampled: what `to_environment` makes of them the
                 environment gets.
         """
+
+    def step(
+        self,
+        obs_BX: Tensor,
+        noise: Tensor | None = None,
+        state_BS: Tensor | None = None,
+        *,
+        narrow: bool = False,
+    ) -> Acted:
+        """Return what ``act`` does, with all that is computed of a whole unroll otherwise.
+
+        Each row is computed by itself: rows of several collectors make one batch.
+
+        Args:
+            obs_BX: as in ``act``, like ``noise`` and ``state_BS``.
+            narrow: as in ``ActorCritic.lasting_features``; else without effect.
+        """
+        del narrow
+        actions = self.act(obs_BX, noise, state_BS)
+        judged = self.judge(obs_BX.unsqueeze(0), actions.unsqueeze(0))
+        if judged is None:
+            return Acted(actions, *self.evaluate(obs_BX, actions))
+        taken_1B, values_1B = judged
+        return Acted(actions, torch.zeros_like(taken_1B[0]), values_1B[0], taken_1B[0])
 
     def to_environment(self, actions: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return what environments get for actions from ``act``; not clipped to their bounds yet."""
@@ -268,14 +309,46 @@ class ActorCritic(Policy):
             features = self.core.output(state)
         return features
 
+    def lasting_features(
+        self, obs_BX: Tensor, state_BS: Tensor | None = None, *, narrow: bool = False
+    ) -> Tensor:
+        """Return what ``features`` does, float32 and no view of anything.
+
+        Args:
+            narrow: compute in bfloat16 what policy and value function share.
+        """
+        with torch.autocast(obs_BX.device.type, torch.bfloat16, enabled=narrow):
+            features = self.features(obs_BX, state_BS)
+        return features.to(torch.float32, copy=True)
+
     def act_on(self, features_BF: Tensor, obs_BX: Tensor, noise: Tensor | None = None) -> Tensor:
         """Return actions as ``act`` does, from what ``features`` returned for ``obs_BX``."""
         features = self.actor(features_BF)
-        policy = self._distribution(features, obs_BX)
+        return self._chosen(self._distribution(features, obs_BX), features, noise)
+
+    def step(
+        self,
+        obs_BX: Tensor,
+        noise: Tensor | None = None,
+        state_BS: Tensor | None = None,
+        *,
+        narrow: bool = False,
+    ) -> Acted:
+        """See ``Policy.step``."""
+        narrow = narrow and self.shares_features
+        features = self.lasting_features(obs_BX, state_BS, narrow=narrow)
+        outputs = self.outputs_on(features, obs_BX)
+        policy = outputs.distribution()
+        for_policy = self.actor(features) if self.state_dependent else features
+        actions = self._chosen(policy, for_policy, noise)
+        return Acted(actions, policy.log_prob(actions), outputs.values)
+
+    def _chosen(self, policy: Distribution, features_BF: Tensor, noise: Tensor | None) -> Tensor:
+        """Return actions from a distribution and the policy's own features."""
         if noise is None:
             return policy.mode()
         if self.state_dependent:
-            return policy.mode() + perturbation(features, self.log_std, noise)
+            return policy.mode() + perturbation(features_BF, self.log_std, noise)
         return policy.sample(noise)
 
     def to_environment(self, actions: npt.NDArray[Any]) -> npt.NDArray[Any]:

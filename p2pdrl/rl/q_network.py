@@ -163,7 +163,7 @@ class QNetwork(Policy):
         if not self.judges:
             return None
         values_T1BA = self.forward(obs_T1BX)
-        taken_TB = values_T1BA[:-1].gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+        taken_TB = values_T1BA[: len(actions)].gather(-1, actions.unsqueeze(-1)).squeeze(-1)
         return taken_TB, values_T1BA.amax(-1)
 
     def _values(self, obs_BX: Tensor) -> Tensor:
@@ -177,11 +177,17 @@ class QNetwork(Policy):
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Return uniform numbers for each action: whether to explore, and where; or noise of the weights.
 
-        With a ``spread`` there is a third, to what ε falls in that environment during this unroll.
+        With a ``spread`` there is a third, to what ε falls in that environment during this unroll; with a
+        ladder, its rung.
         """
         if self.noisy:
             return factorised_noise((*shape, noise_size(self._noisy_layers)), generator)
         noise = torch.rand((*shape, 2), generator=generator, device=generator.device)
+        if self._ladder is not None:
+            rungs_B = self._rungs
+            if rungs_B is None:  # nobody said which environments these are: all have the mean
+                rungs_B = torch.full(shape[-1:], self.exploration)
+            return torch.cat((noise, rungs_B.to(noise).expand(shape).unsqueeze(-1)), -1)
         if self.spread is None:
             return noise
         ends_B = self.spread.draw(torch.rand(shape[-1:], generator=generator, device=generator.device))
@@ -197,11 +203,11 @@ class QNetwork(Policy):
         greedy_B = self.forward(obs_BX).argmax(-1)
         if noise is None or self.exploration <= 0.0:
             return greedy_B
-        mean = self.exploration
-        if self._rungs is not None:
-            epsilon_B = self._rungs.to(noise.device)
-            return torch.where(noise[..., 0] < epsilon_B, self._any(obs_BX, noise[..., 1]), greedy_B)
-        epsilon = mean if self.spread is None else self.spread.epsilon(mean, noise[..., 2])
+        epsilon: Tensor | float = self.exploration
+        if self._ladder is not None:
+            epsilon = noise[..., 2]
+        elif self.spread is not None:
+            epsilon = self.spread.epsilon(self.exploration, noise[..., 2])
         return torch.where(noise[..., 0] < epsilon, self._any(obs_BX, noise[..., 1]), greedy_B)
 
     def _any(self, obs_BX: Tensor, uniform_B: Tensor) -> Tensor:

@@ -7,6 +7,10 @@ computed for the whole unroll after it: from the features that acting has comput
 value function share layers, else from observations; for a recurrent policy from the state that it had at the
 beginning, just as training will compute them.
 
+Where the policy is in another process (`AskedPolicy`), the noise is drawn here all the same and goes along
+with the observation, as the recurrent state does: the unroll is the one that the same parameters would have
+made here, whoever else asked, and that process keeps nothing.
+
 Shape suffixes: T unroll, T1 unroll with the bootstrap step (T+1), B environments, X the observation's
 own dimensions, S state, F features. Discrete actions are TB, those of several parts and continuous ones TBA.
 """
@@ -16,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +32,10 @@ from p2pdrl.rl.distributions import PolicyOutputs, distribution
 from p2pdrl.rl.envs import VectorEnv
 from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.normalize import RunningNormalizer
-from p2pdrl.rl.policy import ActorCritic, Policy
+from p2pdrl.rl.policy import Acted, ActorCritic, Policy
 from p2pdrl.rl.sources.source import Batch
 
-__all__ = ["Collector", "RawUnroll", "Unroll"]
+__all__ = ["AskedPolicy", "Collector", "RawUnroll", "Unroll"]
 
 Array = npt.NDArray[Any]
 
@@ -117,6 +121,28 @@ class RawUnroll:
     restarts_B: Array | None = None
 
 
+class _Judged(NamedTuple):
+    """What a policy says of an unroll; fields as in `RawUnroll`."""
+
+    seen_T1BX: Tensor | None
+    log_probs_TB: Tensor
+    values_T1B: Tensor
+    taken_TB: Tensor | None = None
+
+
+class AskedPolicy(Protocol):
+    """A policy in another process, which normalises observations itself."""
+
+    def ask(self, obs_BX: Array, noise_B: Tensor, state_BS: Tensor | None) -> Acted:
+        """Return what ``Policy.step`` does with its newest parameters; overwrites ``state_BS``.
+
+        The tensors are overwritten by the next call.
+
+        Args:
+            obs_BX: raw.
+        """
+
+
 class Collector:
     """Collects unrolls; episodes and the recurrent state continue from one to the next.
 
@@ -132,6 +158,7 @@ class Collector:
         precision: with ``bf16`` the layers that policy and value function share run in it; heads, and
             policies that share nothing, stay float32, like everything with ``fp16``, which processors are
             slow at.
+        asked: acts in place of ``policy``, which draws noise then and may be on the meta device.
     """
 
     def __init__(
@@ -143,9 +170,11 @@ class Collector:
         *,
         normalizer: RunningNormalizer | None = None,
         precision: Precision = "float32",
+        asked: AskedPolicy | None = None,
     ) -> None:
         self._env = env
         self._policy = policy
+        self._asked = asked
         self._generator = generator
         self._normalizer = normalizer
         self._narrow = precision == "bf16"
@@ -160,7 +189,10 @@ class Collector:
         self._truncated_TB = np.zeros((T, B), dtype=np.bool_)
         self._valid_TB = np.zeros((T, B), dtype=np.bool_)
         self._running_B = np.ones(B, dtype=np.bool_)
-        self._state_BS = policy.initial_state(B)
+        state_BS = policy.initial_state(B)
+        if state_BS is not None:
+            state_BS = torch.zeros(state_BS.shape, dtype=state_BS.dtype, device=generator.device)
+        self._state_BS = state_BS
         self._returns_B = np.zeros(B)
         self._lengths_B = np.zeros(B, dtype=np.int64)
         self._raw_obs_T1BX[-1] = env.reset()
@@ -175,50 +207,56 @@ class Collector:
                 least one that is valid.
         """
         state_BS = None if self._state_BS is None else self._state_BS.clone()
-        episodes, features = self._act_and_step(preempted)
-        device, T = self._generator.device, self._steps
-        obs_T1BX, actions = self._obs_T1BX[: T + 1].to(device), self._actions[:T].to(device)
-        taken_TB = None
-        with torch.no_grad():
-            if (judged := self._policy.judge(obs_T1BX, actions)) is not None:
-                taken_TB, values_T1B = judged
-                log_probs_TB = torch.zeros_like(taken_TB)
-            elif isinstance(self._policy, ActorCritic) and (features or state_BS is None):
-                if features:
-                    outputs = self._policy.outputs_on(torch.cat(features), obs_T1BX)
-                else:
-                    outputs = self._policy.outputs(obs_T1BX)
-                log_probs_TB, values_T1B = _log_probs(outputs, actions), outputs.values
-            elif state_BS is None:
-                log_probs_TB, values_TB = self._policy.evaluate(obs_T1BX[:-1], actions)
-                values_T1B = torch.cat((values_TB, self._policy.values(obs_T1BX[-1:])))
-            else:
-                valid_TB = torch.from_numpy(self._valid_TB[:T]).to(device)
-                context = RecurrentContext(_starts_T1B(valid_TB).T, state_BS)
-                outputs = self._policy.outputs(obs_T1BX.transpose(0, 1), context)
-                log_std = outputs.log_std
-                if log_std is not None and log_std.dim() > 1:
-                    outputs = outputs._replace(log_std=log_std.transpose(0, 1))
-                outputs = outputs._replace(policy=outputs.policy.transpose(0, 1))
-                log_probs_TB, values_T1B = _log_probs(outputs, actions), outputs.values.T
+        if self._asked is None:
+            episodes, features = self._act_and_step(preempted)
+            judged = self._judged(features, state_BS)
+        else:
+            episodes, judged = self._ask_and_step(self._asked, preempted)
+        T = self._steps
         return RawUnroll(
             obs_T1BX=self._raw_obs_T1BX[: T + 1],
-            seen_T1BX=obs_T1BX,
-            actions=actions,
-            log_probs_TB=log_probs_TB,
-            values_T1B=values_T1B,
+            seen_T1BX=judged.seen_T1BX,
+            actions=self._actions[:T].to(self._generator.device),
+            log_probs_TB=judged.log_probs_TB,
+            values_T1B=judged.values_T1B,
             rewards_TB=self._rewards_TB[:T],
             terminated_TB=self._terminated_TB[:T],
             truncated_TB=self._truncated_TB[:T],
             valid_TB=self._valid_TB[:T],
             episodes=episodes,
             state_BS=state_BS,
-            taken_TB=taken_TB,
+            taken_TB=judged.taken_TB,
         )
 
     def close(self) -> None:
         """Close the environments."""
         self._env.close()
+
+    @torch.no_grad()
+    def _judged(self, features: list[Tensor], state_BS: Tensor | None) -> _Judged:
+        device, T = self._generator.device, self._steps
+        obs_T1BX, actions = self._obs_T1BX[: T + 1].to(device), self._actions[:T].to(device)
+        if (judged := self._policy.judge(obs_T1BX, actions)) is not None:
+            taken_TB, values_T1B = judged
+            return _Judged(obs_T1BX, torch.zeros_like(taken_TB), values_T1B, taken_TB)
+        if isinstance(self._policy, ActorCritic) and (features or state_BS is None):
+            if features:
+                outputs = self._policy.outputs_on(torch.cat(features), obs_T1BX)
+            else:
+                outputs = self._policy.outputs(obs_T1BX)
+            return _Judged(obs_T1BX, _log_probs(outputs, actions), outputs.values)
+        if state_BS is None:
+            log_probs_TB, values_TB = self._policy.evaluate(obs_T1BX[:-1], actions)
+            values_T1B = torch.cat((values_TB, self._policy.values(obs_T1BX[-1:])))
+            return _Judged(obs_T1BX, log_probs_TB, values_T1B)
+        valid_TB = torch.from_numpy(self._valid_TB[:T]).to(device)
+        context = RecurrentContext(_starts_T1B(valid_TB).T, state_BS)
+        outputs = self._policy.outputs(obs_T1BX.transpose(0, 1), context)
+        log_std = outputs.log_std
+        if log_std is not None and log_std.dim() > 1:
+            outputs = outputs._replace(log_std=log_std.transpose(0, 1))
+        outputs = outputs._replace(policy=outputs.policy.transpose(0, 1))
+        return _Judged(obs_T1BX, _log_probs(outputs, actions), outputs.values.T)
 
     @torch.inference_mode()
     def _act_and_step(
@@ -228,31 +266,75 @@ class Collector:
 
         There are none where policy and value function share no layers.
         """
-        device = self._generator.device
-        T, B = self._rewards_TB.shape
-        raw, normalizer = self._raw_obs_T1BX, self._normalizer
-        obs_T1BX = self._obs_T1BX.numpy()
-        raw[0] = raw[self._steps]
-        if normalizer is not None:
-            obs_T1BX[0] = normalizer.normalize(raw[0])
-        obs_views, action_views = self._obs_T1BX.unbind(), self._actions.unbind()
-        noise_views = self._policy.noise((T, B), self._generator).unbind()
-        policy = self._policy
+        device, policy, normalizer = self._generator.device, self._policy, self._normalizer
+        raw, obs_T1BX = self._raw_obs_T1BX, self._obs_T1BX.numpy()
+        obs_views = self._obs_T1BX.unbind()
+        noise_views = policy.noise(self._rewards_TB.shape, self._generator).unbind()
         shared = policy if isinstance(policy, ActorCritic) and policy.shares_features else None
         kept: list[Tensor] = []
+
+        def seen(t: int) -> Tensor:
+            if normalizer is not None:
+                obs_T1BX[t] = normalizer.normalize(raw[t])
+            return obs_views[t].to(device)
+
+        def act(t: int) -> Tensor:
+            obs_BX = seen(t)
+            if shared is None:
+                return policy.act(obs_BX, noise_views[t], self._state_BS)
+            kept.append(shared.lasting_features(obs_BX, self._state_BS, narrow=self._narrow))
+            return shared.act_on(kept[t], obs_BX, noise_views[t])
+
+        episodes = self._step_through(act, preempted)
+        last_BX = seen(self._steps)
+        if shared is not None:
+            state_BS = None if self._state_BS is None else self._state_BS.clone()
+            kept.append(shared.lasting_features(last_BX, state_BS, narrow=self._narrow))
+        return episodes, kept
+
+    @torch.inference_mode()
+    def _ask_and_step(
+        self, asked: AskedPolicy, preempted: Callable[[], bool] | None
+    ) -> tuple[list[tuple[float, int]], _Judged]:
+        """Fill the buffers with T steps; return the episodes that ended, and what the other process said."""
+        raw = self._raw_obs_T1BX
+        noise_views = self._policy.noise(self._rewards_TB.shape, self._generator).unbind()
+        log_probs: list[Tensor] = []
+        values: list[Tensor] = []
+        taken: list[Tensor] = []
+
+        def act(t: int) -> Tensor:
+            found = asked.ask(raw[t], noise_views[t], self._state_BS)
+            log_probs.append(found.log_probs_B.clone())
+            values.append(found.values_B.clone())
+            if found.taken_B is not None:
+                taken.append(found.taken_B.clone())
+            return found.actions
+
+        episodes = self._step_through(act, preempted)
+        # the noise counts for nothing: who learns asks for the last observation's value alone
+        state_BS = None if self._state_BS is None else self._state_BS.clone()
+        values.append(asked.ask(raw[self._steps], noise_views[-1], state_BS).values_B.clone())
+        taken_TB = torch.stack(taken) if taken else None
+        return episodes, _Judged(None, torch.stack(log_probs), torch.stack(values), taken_TB)
+
+    def _step_through(
+        self, act: Callable[[int], Tensor], preempted: Callable[[], bool] | None
+    ) -> list[tuple[float, int]]:
+        """Run T steps with the actions that ``act`` returns for each; return the episodes that ended.
+
+        Fills the raw observations and all that environments say of steps, and counts the steps.
+        """
+        T = len(self._rewards_TB)
+        raw = self._raw_obs_T1BX
+        raw[0] = raw[self._steps]
+        action_views = self._actions.unbind()
         episodes: list[tuple[float, int]] = []
         for t in range(T):
-            obs_BX = obs_views[t].to(device)
-            if shared is None:
-                actions = policy.act(obs_BX, noise_views[t], self._state_BS).cpu()
-            else:
-                kept.append(self._features(shared, obs_BX, self._state_BS))
-                actions = shared.act_on(kept[t], obs_BX, noise_views[t]).cpu()
+            actions = act(t).cpu()
             action_views[t].copy_(actions)
             done = self._policy.to_environment(actions.numpy())
             raw[t + 1], rewards_B, terminated_B, truncated_B = self._env.step(done)
-            if normalizer is not None:
-                obs_T1BX[t + 1] = normalizer.normalize(raw[t + 1])
             # a step that only resets pays nobody, also where a lost life's game goes on and pays
             np.multiply(rewards_B, self._running_B, out=self._rewards_TB[t], casting="same_kind")
             self._terminated_TB[t] = terminated_B
@@ -261,7 +343,7 @@ class Collector:
             self._returns_B += rewards_B
             self._lengths_B += self._running_B
             if self._state_BS is not None and not self._running_B.all():  # that step was a reset
-                self._state_BS[torch.from_numpy(~self._running_B).to(device)] = 0.0
+                self._state_BS[torch.from_numpy(~self._running_B).to(self._state_BS.device)] = 0.0
             ends_B = terminated_B | truncated_B
             if ends_B.any():
                 over_B = self._env.games_over(ends_B)
@@ -274,16 +356,7 @@ class Collector:
                 T = t + 1
                 break
         self._steps = T
-        if shared is not None:
-            state_BS = None if self._state_BS is None else self._state_BS.clone()
-            kept.append(self._features(shared, obs_views[T].to(device), state_BS))
-        return episodes, kept
-
-    def _features(self, policy: ActorCritic, obs_BX: Tensor, state_BS: Tensor | None) -> Tensor:
-        """Return features that stay as they are, float32."""
-        with torch.autocast(obs_BX.device.type, torch.bfloat16, enabled=self._narrow):
-            features = policy.features(obs_BX, state_BS)
-        return features.to(torch.float32, copy=True)
+        return episodes
 
 
 def _log_probs(outputs: PolicyOutputs, actions: Tensor) -> Tensor:

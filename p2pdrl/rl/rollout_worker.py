@@ -1,6 +1,7 @@
 """What an actor process has of the learning code: environments and a policy that acts in them, on the CPU.
 
-It learns nothing: parameters, exploration and the moments of observations come from the learner.
+It learns nothing: parameters, exploration and the moments of observations come from the learner. Where the
+policy is in the node's inference process, it has environments only, and draws the noise of actions.
 
 Shape suffixes: D parameters, X the observation's own dimensions.
 """
@@ -20,7 +21,8 @@ from p2pdrl.rl.envs import make_vector_env
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.imports import require_allowed
 from p2pdrl.rl.normalize import RunningNormalizer, observation_normalizer
-from p2pdrl.rl.rollout import Collector, RawUnroll
+from p2pdrl.rl.rollout import AskedPolicy, Collector, RawUnroll
+from p2pdrl.tensors.shared_policy import ActingPolicy
 
 __all__ = ["RolloutWorker"]
 
@@ -34,9 +36,10 @@ class RolloutWorker:
         first: number of the first one among those of this node.
         total: environments of this node; None stands for ``environments``.
         step_delay_s: seconds slept at each step of the environments.
+        asked: acts; None has the policy here.
 
     Attributes:
-        parameters_D: the policy's; written between two unrolls.
+        parameters_D: the policy's; written between two unrolls. None of them where it isn't here.
         obs_shape: of what observations are normalised with; (0,) where they aren't.
 
     Raises:
@@ -53,17 +56,20 @@ class RolloutWorker:
         step_delay_s: float = 0.0,
         first: int = 0,
         total: int | None = None,
+        asked: AskedPolicy | None = None,
     ) -> None:
         require_allowed(task, allow_import=allow_import)
         algorithm: Any = task.algorithm
         env_seed, action_seed = (int(word) for word in np.random.SeedSequence(seed).generate_state(2))
         config = msgspec.structs.replace(task.env, num_envs=environments)
         env = make_vector_env(config, env_seed, allow_import=allow_import, step_delay_s=step_delay_s)
-        self._policy = entry_of(algorithm).policy(env.spec, task)
+        self._policy = entry_of(algorithm).policy(env.spec, task, drawn=asked is None)
         self._policy.act_as(first, environments, environments if total is None else total)
-        flat = FlatModule(self._policy, torch.device("cpu"))
-        flat.drop_gradients()
-        self.parameters_D: npt.NDArray[np.float32] = flat.numpy()
+        self.parameters_D: npt.NDArray[np.float32] = np.zeros(0, np.float32)
+        if asked is None:
+            flat = FlatModule(self._policy, torch.device("cpu"))
+            flat.drop_gradients()
+            self.parameters_D = flat.numpy()
         self._normalizer: RunningNormalizer | None = None
         if task.env.normalize_observations:
             self._normalizer = observation_normalizer(env.spec)
@@ -76,19 +82,19 @@ class RolloutWorker:
             generator,
             normalizer=self._normalizer,
             precision=task.gradients.precision,
+            asked=asked,
         )
 
-    def collect(self, exploration: float, mean_X: npt.NDArray[Any], scale_X: npt.NDArray[Any]) -> RawUnroll:
+    def collect(self, acting: ActingPolicy | None = None) -> RawUnroll:
         """Make an unroll with the parameters as they are now.
 
         Args:
-            exploration: ε.
-            mean_X: of observations.
-            scale_X: 1 / their deviation.
+            acting: what to act with beside them; None where the policy isn't here.
         """
-        self._policy.exploration = exploration
-        if self._normalizer is not None:
-            self._normalizer.use(mean_X, scale_X)
+        if acting is not None:
+            self._policy.exploration = acting.exploration
+            if self._normalizer is not None:
+                self._normalizer.use(acting.mean_X, acting.scale_X)
         return self._collector.collect()
 
     def close(self) -> None:

@@ -40,6 +40,7 @@ _PIPELINE = {
 _LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _EXCHANGE_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _ACT_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
+_STEP_BUCKETS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 _BATCH_BUCKETS = tuple(float(2**power) for power in range(13))
 _STALENESS_BUCKETS = (0.0, *(float(2**power) for power in range(11)))
 
@@ -171,6 +172,16 @@ class Registry:
         self.act_batch_observations = self._histogram(
             "act_batch_observations", "Observations of a batch of requests for actions.", _BATCH_BUCKETS
         )
+        self.actor_batch_seconds = self._histogram(
+            "actor_batch_seconds",
+            "From the first question of a batch of actors to its answers, by the inference process.",
+            _STEP_BUCKETS_S,
+        )
+        self.actor_batch_environments = self._histogram(
+            "actor_batch_environments",
+            "Environments that the inference process acts for at once.",
+            _BATCH_BUCKETS,
+        )
         self.inference_starts_total = total(
             "inference_starts_total", "Times the inference process was started."
         )
@@ -212,6 +223,13 @@ class Registry:
             self.actor_env_steps_total.of(str(actor["number"])).advance_to(_whole(actor["env_steps"]))
         self.actor_restarts_total.advance_to(sum(_whole(actor["restarts"]) for actor in actors))
         self.actor_unrolls_dropped_total.advance_to(sum(_whole(actor["dropped"]) for actor in actors))
+
+    def observe_steps(self, environments: Iterable[int], seconds: Iterable[float]) -> None:
+        """Record batches of actors: how many environments each had, and how long it took."""
+        for count in environments:
+            self.actor_batch_environments.observe(count)
+        for duration_s in seconds:
+            self.actor_batch_seconds.observe(duration_s)
 
     def set_pipeline(self, figures: Mapping[str, object]) -> None:
         """Follow the figures of this node's pipeline; what isn't among them, or no number, is NaN."""

@@ -1,11 +1,25 @@
 """Batches of observations for the inference process of a node, and its answers, in shared memory.
 
+`InferenceSlots` are for who asks from outside, `StepLanes` for the node's own actors.
+
 The daemon copies the observations of a batch into a free slot and names the slot in a short message; the
 process reads them where they lie, writes its answers beside them and names the slot again. Who owns a slot is
 said by those messages (`workers.protocol`): the process from ``Infer`` until its ``Inferred``, else the
 daemon. Torch-free: both sides, and the API, which checks what callers send, read `InferenceSpec`.
 
-Shape suffixes: N observations, X one observation's own dimensions, A one action's, S a recurrent state's.
+Actors ask without the daemon, once a step (`workers.actor`):
+
+    actor i ──observations, noise, state; asked += 1──► rows of lane i ──► inference process
+            ◄──actions, …, state; answered = asked──── (a doorbell each way)
+
+One word counts what a lane has asked, another what was answered; each has one writer. An actor writes its
+rows before its word and nothing until it is answered, so a process that died over a batch has lost nothing:
+its successor finds the lanes that wait. A lane whose actor was killed in mid-question is answered, too, and
+its successor, which counts on, takes no notice. Rows of a batch don't depend on each other, so what a dying
+actor left half written is nobody else's harm.
+
+Shape suffixes: N observations, B environments of a lane, E of all lanes, X one observation's own dimensions,
+A one action's, S a recurrent state's.
 """
 
 # ruff: noqa: N815 (fields carry shape suffixes)
@@ -20,9 +34,19 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pdrl.errors import LayoutMismatchError
-from p2pdrl.tensors.shared_memory import SharedRegion
+from p2pdrl.tensors.shared_memory import SharedRegion, fence
 
-__all__ = ["InferenceEntry", "InferenceSlot", "InferenceSlots", "InferenceSpec", "PolicyAnswer"]
+__all__ = [
+    "InferenceEntry",
+    "InferenceSlot",
+    "InferenceSlots",
+    "InferenceSpec",
+    "PolicyAnswer",
+    "StepItem",
+    "StepLane",
+    "StepLanes",
+    "StepSpec",
+]
 
 Array = npt.NDArray[Any]
 
@@ -167,3 +191,148 @@ class InferenceSlots:
 
 def _section(nbytes: int) -> int:
     return -(-max(nbytes, 1) // _SECTION_BYTES) * _SECTION_BYTES
+
+
+class StepItem(msgspec.Struct, frozen=True):
+    """One array of what actors ask with, or are answered by."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Of one environment's part."""
+
+
+class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step of the node's actors is made of: declared by who builds the policy."""
+
+    asked: tuple[StepItem, ...]
+    """``obs``, ``noise``, and ``state`` of a recurrent policy."""
+    answered: tuple[StepItem, ...]
+    """``actions``, ``log_probs``, ``values``, and ``taken`` and ``state`` where there are such."""
+    shares: tuple[int, ...]
+    """Environments of each actor."""
+
+    @property
+    def environments(self) -> int:
+        """E."""
+        return sum(self.shares)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of shared memory that all lanes take."""
+        items = (*self.asked, *self.answered)
+        return _LANE_BYTES * len(self.shares) + sum(_section(_nbytes(item, self)) for item in items)
+
+
+_LANE_BYTES = 2 * _SECTION_BYTES
+_ASKED, _ACTING = 0, 1
+"""Words that the actor writes; the daemon clears the second where an actor died."""
+_ANSWERED, _VERSION = 8, 9
+"""Words that the inference process writes."""
+
+
+class StepLane:
+    """The rows of one actor, and its words."""
+
+    def __init__(
+        self, words: npt.NDArray[np.uint64], asked: dict[str, Array], answered: dict[str, Array]
+    ) -> None:
+        self._words = words
+        self.asked = asked
+        self.answered = answered
+
+    @property
+    def acting(self) -> bool:
+        """Whether its actor is within an unroll, and asks soon."""
+        return bool(self._words[_ACTING])
+
+    @acting.setter
+    def acting(self, acting: bool) -> None:
+        self._words[_ACTING] = int(acting)
+
+    def ask(self) -> None:
+        """Say that the rows of ``asked`` hold a new question."""
+        fence()
+        self._words[_ASKED] += np.uint64(1)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the last question isn't answered yet; what is read after it isn't is the answer."""
+        waits = bool(self._words[_ANSWERED] != self._words[_ASKED])
+        fence()
+        return waits
+
+    @property
+    def version(self) -> int:
+        """Policy version of the last answer."""
+        return int(self._words[_VERSION])
+
+
+class StepLanes:
+    """All lanes side by side, so that questions of all actors are one batch as they lie there.
+
+    Args:
+        region: shared memory, of ``spec.nbytes`` bytes at least, zero at first.
+
+    Attributes:
+        lanes: one of each actor.
+        asked: arrays of all E environments, by name; ``answered`` likewise.
+        rows: where each lane's are.
+
+    Raises:
+        LayoutMismatchError: the region is too small.
+    """
+
+    def __init__(self, region: SharedRegion, spec: StepSpec) -> None:
+        if region.nbytes < spec.nbytes:
+            raise LayoutMismatchError(f"steps take {spec.nbytes} bytes, the region has {region.nbytes}")
+        count = len(spec.shares)
+        words: npt.NDArray[np.uint64] = np.frombuffer(region.buf, np.uint64, count * _LANE_BYTES // 8)
+        self._words = words.reshape(count, _LANE_BYTES // 8)
+        at = words.nbytes
+        self.asked: dict[str, Array] = {}
+        self.answered: dict[str, Array] = {}
+        for items, arrays in ((spec.asked, self.asked), (spec.answered, self.answered)):
+            for item in items:
+                shape = (spec.environments, *item.shape)
+                found: Array = np.frombuffer(region.buf, item.dtype, math.prod(shape), at)
+                arrays[item.name] = found.reshape(shape)
+                at += _section(found.nbytes)
+        ends = np.cumsum(spec.shares).tolist()
+        self.rows = tuple(slice(end - share, end) for end, share in zip(ends, spec.shares, strict=True))
+        self.lanes = tuple(
+            StepLane(
+                self._words[number],
+                {name: array[rows] for name, array in self.asked.items()},
+                {name: array[rows] for name, array in self.answered.items()},
+            )
+            for number, rows in enumerate(self.rows)
+        )
+
+    @property
+    def questions(self) -> npt.NDArray[np.uint64]:
+        """How many each lane has asked; 0 for those that wait for no answer."""
+        asked = self._words[:, _ASKED].copy()
+        asked[asked == self._words[:, _ANSWERED]] = 0
+        fence()
+        return asked
+
+    @property
+    def acting(self) -> npt.NDArray[np.bool_]:
+        """Which lanes' actors are within an unroll."""
+        acting: npt.NDArray[np.bool_] = self._words[:, _ACTING] != 0
+        return acting
+
+    def answer(self, number: int, question: int, version: int) -> None:
+        """Say that the rows of a lane's ``answered`` hold the answer.
+
+        Args:
+            question: which one, as `questions` said before its rows were read.
+        """
+        fence()
+        self._words[number, _VERSION] = version
+        self._words[number, _ANSWERED] = question
+
+
+def _nbytes(item: StepItem, spec: StepSpec) -> int:
+    return spec.environments * math.prod(item.shape) * np.dtype(item.dtype).itemsize

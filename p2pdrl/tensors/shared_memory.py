@@ -1,14 +1,15 @@
-"""Shared memory between the daemon and its children: regions, the sequence lock, shared vectors."""
+"""Shared memory of the daemon and its children: regions, the sequence lock, shared vectors, doorbells."""
 
 from __future__ import annotations
 
 import fcntl
 import mmap
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import numpy as np
@@ -18,7 +19,7 @@ from p2pdrl.errors import LayoutMismatchError, TensorError
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.sidecar import AnyArray, SidecarLayout
 
-__all__ = ["GradientRing", "SeqLock", "SharedRegion", "SharedVector", "fence"]
+__all__ = ["Doorbell", "GradientRing", "SeqLock", "SharedRegion", "SharedVector", "fence"]
 
 _fence_lock = threading.Lock()
 
@@ -134,6 +135,90 @@ def _anonymous_file(nbytes: int, label: str) -> int:
         os.close(fd)
         raise
     return fd
+
+
+_BELL_BYTES = 4096
+
+
+class Doorbell:
+    """Wakes a process that waits for shared memory to change; any number may ring, one waits.
+
+    It is an eventfd (Linux) or a pipe. The daemon makes it, and holds both ends as long as anybody may use
+    it: so it stays what it is when a process is killed with -9, and neither end is ever told that the other
+    is gone. A ring that nobody waited for isn't lost: the next wait ends at once.
+
+    Args:
+        waiter: descriptor that is readable once somebody has rung; owned by the bell from now on.
+        ringer: descriptor to ring by; the same one where the system has an eventfd.
+
+    Example:
+        >>> bell = Doorbell.create()
+        >>> bell.ring(); bell.ring()
+        >>> bell.hush(), bell.hush()
+        (True, False)
+        >>> bell.close()
+    """
+
+    def __init__(self, waiter: int, ringer: int) -> None:
+        self.waiter, self.ringer = waiter, ringer
+
+    @classmethod
+    def create(cls) -> Doorbell:
+        """Make one.
+
+        Raises:
+            TensorError: the system gives no descriptors.
+        """
+        try:
+            if hasattr(os, "eventfd"):
+                fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                return cls(fd, fd)
+            waiter, ringer = os.pipe()
+        except OSError as error:
+            raise TensorError(f"no doorbell can be made: {error}") from error
+        os.set_blocking(waiter, False)
+        os.set_blocking(ringer, False)
+        return cls(waiter, ringer)
+
+    @classmethod
+    def attach(cls, waiter: int, ringer: int) -> Doorbell:
+        """Take over what another process made and passed on; who only rings may say -1 for ``waiter``.
+
+        The descriptors are exchanged for the lowest that are free: ``select`` takes no great ones.
+
+        Raises:
+            TensorError: one isn't open.
+        """
+        try:
+            found = {fd: os.dup(fd) for fd in {waiter, ringer} if fd >= 0}
+            for fd in found:
+                os.close(fd)
+        except OSError as error:
+            raise TensorError(f"descriptors {waiter} and {ringer} are no doorbell: {error}") from error
+        return cls(found.get(waiter, -1), found.get(ringer, -1))
+
+    def ring(self) -> None:
+        """Wake who waits, or will."""
+        with suppress(BlockingIOError):  # it rings already
+            os.write(self.ringer, _ONE)
+
+    def hush(self) -> bool:
+        """Stop the ringing; tell whether there was any."""
+        try:
+            return bool(os.read(self.waiter, _BELL_BYTES))
+        except BlockingIOError:
+            return False
+
+    def close(self) -> None:
+        """Close the descriptors; closing twice is fine."""
+        for fd in {self.waiter, self.ringer}:
+            if fd >= 0:
+                os.close(fd)
+        self.waiter = self.ringer = -1
+
+
+_ONE = (1).to_bytes(8, sys.byteorder)
+"""As an eventfd counts; a pipe takes it likewise."""
 
 
 T = TypeVar("T")

@@ -1,9 +1,12 @@
 """An actor process: environments, a copy of the policy, unrolls into shared memory.
 
 Started by the daemon (`node.children.actors`) as ``python -m p2pdrl.workers.actor --fd N --parent PID --ring
-FD --policy FD``. One turn of its loop: wait until the learner grants an unroll, copy the newest parameters,
+FD --policy FD …``. One turn of its loop: wait until the learner grants an unroll, copy the newest parameters,
 run T steps in its environments, commit the unroll. Observations and rewards are raw. The actor keeps no state
 that must survive: it ends when it is killed, when the daemon dies or closes its socket.
+
+With ``node.actors.inference = "batched"`` it has no policy: it asks the node's inference process at each step
+(`StepAsker`), and sleeps until the answer is there.
 """
 
 from __future__ import annotations
@@ -12,13 +15,14 @@ import argparse
 import select
 import socket
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from p2pdrl.config.task import TaskConfig
 from p2pdrl.errors import WorkerError
-from p2pdrl.tensors.shared_memory import SharedRegion
+from p2pdrl.tensors.inference_slots import StepLane, StepLanes
+from p2pdrl.tensors.shared_memory import Doorbell, SharedRegion
 from p2pdrl.tensors.shared_policy import SharedPolicy
 from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollRing, UnrollSpec
 from p2pdrl.workers.child import PollPause, child_main
@@ -31,27 +35,111 @@ from p2pdrl.workers.protocol import (
 )
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from p2pdrl.rl.policy import Acted
     from p2pdrl.rl.rollout_worker import RolloutWorker
 
-__all__ = ["main", "make_unroll"]
+__all__ = ["StepAsker", "main", "make_unroll"]
 
 READ_BYTES = 1 << 16
+ASK_AGAIN_S = 1.0
+"""After which an actor that waits rings once more: whoever was to hear it may have died."""
 
 
-def make_unroll(worker: RolloutWorker, lane: UnrollLane, policy: SharedPolicy) -> bool:
+class StepAsker:
+    """An `AskedPolicy`: the node's inference process, through this actor's rows of shared memory.
+
+    Args:
+        asked: the doorbell of that process.
+        answered: this actor's own.
+        sock: the daemon's, which is looked at while it waits.
+
+    Attributes:
+        policy: what that process acts with; None where there is one in any case.
+    """
+
+    def __init__(self, lane: StepLane, asked: Doorbell, answered: Doorbell, sock: socket.socket) -> None:
+        self.policy: SharedPolicy | None = None
+        self._lane = lane
+        self._asked = asked
+        self._answered = answered
+        self._sock = sock
+        self._oldest: int | None = None
+        self._tensors: dict[str, Tensor] | None = None
+
+    def begin(self) -> None:
+        """An unroll begins: batches wait for this actor."""
+        self._oldest = None
+        self._lane.acting = True
+
+    def end(self) -> int:
+        """It has ended; return the oldest policy version that acted in it."""
+        self._lane.acting = False
+        return self._oldest or 0
+
+    def ask(self, obs_BX: npt.NDArray[Any], noise_B: Tensor, state_BS: Tensor | None) -> Acted:
+        """See `AskedPolicy.ask`.
+
+        Raises:
+            WorkerError: the daemon is gone.
+        """
+        import torch
+
+        from p2pdrl.rl.policy import Acted
+
+        if self._tensors is None:
+            self._tensors = {name: torch.from_numpy(rows) for name, rows in self._lane.answered.items()}
+        rows, tensors = self._lane.asked, self._tensors
+        rows["obs"][...] = obs_BX
+        rows["noise"][...] = noise_B.numpy()
+        if state_BS is not None:
+            rows["state"][...] = state_BS.numpy()
+        self._answered.hush()
+        self._lane.ask()
+        self._asked.ring()
+        self._wait()
+        version = self._lane.version
+        self._oldest = version if self._oldest is None else min(self._oldest, version)
+        if state_BS is not None:
+            state_BS.copy_(tensors["state"])
+        return Acted(tensors["actions"], tensors["log_probs"], tensors["values"], tensors.get("taken"))
+
+    def _wait(self) -> None:
+        while self._lane.waits:
+            daemon = self._sock.fileno()
+            readable, _, _ = select.select([self._answered.waiter, daemon], [], [], ASK_AGAIN_S)
+            if not readable:
+                self._asked.ring()
+            elif daemon in readable and not self._sock.recv(READ_BYTES):
+                raise WorkerError("the daemon is gone")
+            self._answered.hush()
+
+
+def make_unroll(worker: RolloutWorker, lane: UnrollLane, policy: SharedPolicy | StepAsker) -> bool:
     """Collect one unroll into this actor's lane if the learner allows it; return whether that happened."""
     if not lane.may_begin:
         return False
-    acting = policy.read(worker.parameters_D)
-    if acting is None:
-        return False
     from p2pdrl.rl.sources.unrolls import pack  # torch is slow to import: not before it is needed
 
-    arrays = lane.begin()
-    raw = worker.collect(acting.exploration, acting.mean_X, acting.scale_X)
+    if isinstance(policy, StepAsker):
+        if policy.policy is not None and not policy.policy.writes:
+            return False
+        arrays = lane.begin()
+        policy.begin()
+        raw = worker.collect()
+        version = policy.end()
+    else:
+        acting = policy.read(worker.parameters_D)
+        if acting is None:
+            return False
+        arrays = lane.begin()
+        raw = worker.collect(acting)
+        version = acting.version
     pack(raw, arrays)
     steps = int(raw.valid_TB.sum())
-    lane.commit(policy_version=acting.version, episodes=len(raw.episodes), env_steps=steps)
+    lane.commit(policy_version=version, episodes=len(raw.episodes), env_steps=steps)
     return True
 
 
@@ -63,6 +151,12 @@ def _live(sock: socket.socket, options: argparse.Namespace) -> None:
     from p2pdrl.rl.rollout_worker import RolloutWorker
 
     spec = UnrollSpec.from_wire(msgspec.msgpack.decode(start.spec))
+    asker: StepAsker | None = None
+    if start.steps is not None:
+        lanes = StepLanes(SharedRegion.attach(options.steps, start.steps.nbytes), start.steps)
+        asked = Doorbell.attach(-1, options.asked)
+        answered = Doorbell.attach(options.answered, -1)
+        asker = StepAsker(lanes.lanes[start.number], asked, answered, sock)
     worker = RolloutWorker(
         msgspec.json.decode(start.task, type=TaskConfig),
         start.seed,
@@ -71,11 +165,15 @@ def _live(sock: socket.socket, options: argparse.Namespace) -> None:
         step_delay_s=start.step_delay_s,
         first=sum(spec.shares[: start.number]),
         total=sum(spec.shares[: spec.local]),
+        asked=asker,
     )
     lane = UnrollRing(SharedRegion.attach(options.ring, spec.nbytes), spec).lanes[start.number]
     policy_nbytes = SharedPolicy.nbytes_of(start.policy_size, worker.obs_shape)
     policy_region = SharedRegion.attach(options.policy, policy_nbytes, writable=False)
-    policy = SharedPolicy(policy_region, start.policy_size, worker.obs_shape)
+    shared = SharedPolicy(policy_region, start.policy_size, worker.obs_shape)
+    policy: SharedPolicy | StepAsker = shared
+    if asker is not None:
+        policy, asker.policy = asker, shared
     if lane.enter():
         print("actor: the unroll that was under way when its predecessor ended is dropped", file=sys.stderr)
     sock.sendall(frame(ActorReady()))
@@ -101,7 +199,7 @@ def _receive_start(sock: socket.socket) -> StartActor:
 
 def main() -> int:
     """Entry point of the child process; returns its exit code."""
-    return child_main("actor", _live, ["--ring", "--policy"])
+    return child_main("actor", _live, ["--ring", "--policy", "--steps", "--asked", "--answered"])
 
 
 if __name__ == "__main__":

@@ -61,7 +61,8 @@ The evaluator inherits one piece of shared memory, which holds a checkpoint whil
       │◀──────────────────────────────┤
 
 The inference process inherits the policy that it acts with (`tensors.shared_policy`), which the daemon
-writes. Observations and actions lie in slots of shared memory (`tensors.inference_slots`).
+writes, or, where it acts for the node's actors too, the learner. Observations and actions lie in slots of
+shared memory (`tensors.inference_slots`); actors ask and are answered there without a message.
 
     daemon                          inference process
       │  StartInference               │
@@ -74,6 +75,8 @@ writes. Observations and actions lie in slots of shared memory (`tensors.inferen
       ├──────────────────────────────▶│  acts on the batch in that slot
       │  Inferred, Inferred, …        │
       │◀──────────────────────────────┤
+      │                      ActedForActors  │
+      │◀──────────────────────────────┤  each second: how it acted for actors
 
 Each second from its start the learner says that it is `Alive`; where an error ends it, it says which
 (`Crashed`). A report's counts are cumulative over the learner's life, so a lost or doubled report does no
@@ -93,11 +96,12 @@ import msgspec
 from p2pdrl.config.fields import Microbatches
 from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.errors import WireError
-from p2pdrl.tensors.inference_slots import InferenceSpec
+from p2pdrl.tensors.inference_slots import InferenceSpec, StepSpec
 from p2pdrl.transport.codec import decode
 from p2pdrl.workers.pipeline.protocol import Blocks, Finish, Measure, News, StartStage, Trace, Traced
 
 __all__ = [
+    "ActedForActors",
     "ActorReady",
     "Alive",
     "AnswerKind",
@@ -357,6 +361,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """msgpack of `BoardSpec.to_wire`: the layout of parameters and sidecar."""
     unrolls: bytes = b""
     """With actors: msgpack of `UnrollSpec.to_wire`, what their unrolls are made of."""
+    steps: StepSpec | None = None
+    """With actors of its own node: what they would ask an inference process with."""
     replay_nbytes: int = 0
     """Of the memory that the replay's rows lie in; 0 without a replay."""
     replay_places: int = 0
@@ -533,6 +539,8 @@ class StartActor(msgspec.Struct, frozen=True, tag="act"):
     threads: int
     allow_import: bool
     step_delay_s: float
+    steps: StepSpec | None = None
+    """How it asks the inference process; None has it act by itself."""
 
 
 class ActorReady(msgspec.Struct, frozen=True, tag="acts"):
@@ -624,6 +632,15 @@ class StartInference(msgspec.Struct, frozen=True, tag="start_inference"):
     """D."""
     policy_nbytes: int
     """Of the memory that the policy lies in."""
+    steps: StepSpec | None = None
+    """How the node's actors ask; None where they act by themselves."""
+    bells: tuple[tuple[int, int], ...] = ()
+    """Both descriptors of the doorbell that it hears, and of each that it rings, one for each actor: it
+    inherits them."""
+    step_wait_s: float = 0.0
+    """How long the first actor of a batch waits for others."""
+    max_rows: int = 0
+    """Most environments of such a batch."""
 
 
 class InferenceReady(msgspec.Struct, frozen=True, tag="inference_ready"):
@@ -631,6 +648,8 @@ class InferenceReady(msgspec.Struct, frozen=True, tag="inference_ready"):
 
     spec: InferenceSpec
     device: str
+    refusal: str = ""
+    """Why it acts for actors only; empty where it answers others, too."""
 
 
 class UseSlots(msgspec.Struct, frozen=True, tag="use_slots"):
@@ -658,8 +677,17 @@ class Inferred(msgspec.Struct, frozen=True, tag="inferred"):
     policy_version: int
 
 
+class ActedForActors(msgspec.Struct, frozen=True, tag="acted"):
+    """The batches of actors since the last of these messages."""
+
+    environments: list[int]
+    """Of each batch."""
+    seconds: list[float]
+    """From when its first question was seen until all were answered."""
+
+
 ToInference = StartInference | UseSlots | Infer
-FromInference = InferenceReady | Inferred | ChildFailed | Crashed
+FromInference = InferenceReady | Inferred | ActedForActors | ChildFailed | Crashed
 
 
 def decode_to_inference(body: bytes) -> ToInference:

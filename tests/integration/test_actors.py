@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
+from urllib.request import Request, urlopen
 
 import psutil
 import pytest
@@ -67,6 +69,69 @@ def test_an_actor_that_is_killed_is_replaced_while_training_goes_on(swarm, wait_
     assert len([child for child in node.children() if "workers.actor" in " ".join(child.cmdline())]) == 2
     status = node.status()
     assert status["env_steps"] <= sum(row["env_steps"] for row in status["actors"])  # none counted twice
+
+
+BATCHED = ("--set", "node.actors.inference=batched")
+
+
+def test_actors_whose_inference_process_is_killed_wait_for_another_and_go_on(swarm, wait_until, no_orphans):
+    node = swarm.start("solo", *OPTIONS, *BATCHED)
+    rows = wait_until(lambda: both_work(node), START_S, "both actors work")
+    first = node.status()["inference"]["pid"]
+    asked = Request(f"http://{node.api}/v1/act", b'{"observations": [[0, 0, 0, 0]]}')
+    asked.add_header("Content-Type", "application/json")
+    with urlopen(asked, timeout=30) as answer:
+        assert json.load(answer)["policy_version"] > 0
+    assert node.status()["inference"]["pid"] == first  # callers are answered by the same process
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: node.status()["inference"]["pid"] not in (None, first), START_S, "there is another")
+    updates = node.status()["updates"]
+    wait_until(lambda: node.status()["updates"] >= updates + 5, START_S, "updates go on")
+    assert [row["pid"] for row in acting(node)] == [row["pid"] for row in rows]
+
+    os.kill(rows[0]["pid"], signal.SIGKILL)
+    updates = node.status()["updates"]
+    wait_until(lambda: node.status()["updates"] >= updates + 5, 30, "nobody waits for a dead actor")
+    wait_until(
+        lambda: both_work(node) and acting(node)[0]["restarts"] == 1, START_S, "another took its place"
+    )
+    metrics = (node.get("/metrics") or b"").decode()
+    assert "p2pdrl_inference_failures_total 1.0" in metrics
+    assert float(metrics.split("p2pdrl_actor_batch_environments_sum ")[1].split()[0]) > 100
+    (event,) = node.events("inference-failed")
+    assert "killed by signal 9" in event["text"]
+
+    node.signal(signal.SIGTERM)
+    assert node.wait(20) == 0
+    assert "Traceback" not in node.text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        ("task.algorithm.name=impala", "task.network.core=lstm"),
+        ("task.algorithm.name=dqn", "task.algorithm.learning_starts=200"),
+    ],
+    ids=["impala, lstm", "dqn"],
+)
+def test_nodes_that_only_act_ask_an_inference_process_of_their_own(swarm, wait_until, no_orphans, algorithm):
+    settings = [word for setting in algorithm for word in ("--set", setting)]
+    task = (*settings, *("--set", "task.env.num_envs=4"), *("--set", "task.stop.env_steps=100000000"))
+    learner = swarm.found(
+        "learner", *task, "--roles", "learner,replay" if "dqn" in algorithm[0] else "learner"
+    )
+    actor = swarm.start("a", "--roles", "actor", "--actors", "2", *BATCHED, peers=learner)
+    wait_until(lambda: actor.status()["experience"]["sent"]["sent"] > 10, START_S, "unrolls are sent")
+    first = actor.status()["inference"]["pid"]
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: actor.status()["inference"]["pid"] not in (None, first), START_S, "there is another")
+    sent = actor.status()["experience"]["sent"]["sent"]
+    wait_until(lambda: actor.status()["experience"]["sent"]["sent"] > sent + 10, START_S, "they go on")
+    for node in (actor, learner):
+        node.signal(signal.SIGTERM)
+        assert node.wait(30) == 0
+        assert "Traceback" not in node.text()
 
 
 @pytest.mark.slow

@@ -4,6 +4,9 @@ The memory that they share with the learner is the daemon's: it outlives each of
 actor that dies is replaced; its half unroll is dropped (`tensors.unroll_ring`). One that was let begin and
 makes nothing for long is killed and replaced, too. Their environments, actions and parameters are none of
 ours.
+
+With ``node.actors.inference = "batched"`` they ask the node's inference process (`node.inference`) at each
+step, through memory and doorbells that are the daemon's, too: `StepPort`.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from p2pdrl.node.children.restarts import Death, RestartPolicy
 from p2pdrl.node.events import EventLog
 from p2pdrl.telemetry.rate import RateMeter
 from p2pdrl.tensors.board import BoardSpec
-from p2pdrl.tensors.shared_memory import SharedRegion
+from p2pdrl.tensors.inference_slots import StepLanes, StepSpec
+from p2pdrl.tensors.shared_memory import Doorbell, SharedRegion
 from p2pdrl.tensors.shared_policy import PolicyCopies, features_of
 from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollRing, UnrollSpec
 from p2pdrl.workers.protocol import (
@@ -35,7 +39,7 @@ from p2pdrl.workers.protocol import (
     frame,
 )
 
-__all__ = ["ActorPool", "StallWatch", "actor_count", "remote_actor_count"]
+__all__ = ["ActorPool", "StallWatch", "StepPort", "actor_count", "remote_actor_count"]
 
 BUILD_S = 600.0
 """The longest that environments may take to build, before they are tried anew."""
@@ -109,21 +113,67 @@ class StallWatch:
         return self._idle_s > max(STALLED_S, STALLED_TIMES * self._longest_s)
 
 
+class StepPort:
+    """The memory through which a node's actors ask its inference process, and the doorbells.
+
+    Both outlive each of the processes.
+
+    Raises:
+        TensorError: the system gives no such memory, or no descriptors.
+    """
+
+    def __init__(self, spec: StepSpec) -> None:
+        self.spec = spec
+        self.region = SharedRegion.create(spec.nbytes, "steps")
+        self._lanes = StepLanes(self.region, spec)
+        self.asked = Doorbell.create()
+        self.answered = tuple(Doorbell.create() for _ in spec.shares)
+
+    @property
+    def bells(self) -> tuple[tuple[int, int], ...]:
+        """Descriptors of the doorbells: the process' own, then each actor's."""
+        return tuple((bell.waiter, bell.ringer) for bell in (self.asked, *self.answered))
+
+    @property
+    def questions(self) -> tuple[int, ...]:
+        """How many each actor has asked; 0 for those that wait for no answer."""
+        return tuple(self._lanes.questions.tolist())
+
+    def left(self, number: int) -> None:
+        """An actor is gone: no batch waits for it."""
+        self._lanes.lanes[number].acting = False
+
+    def close(self) -> None:
+        """Free the memory and the descriptors."""
+        self.region.close()
+        for bell in (self.asked, *self.answered):
+            bell.close()
+
+
 class ActorLink(ProcessLink):
     """A running actor process."""
 
     NAME = "actor"
 
     @classmethod
-    async def spawn(cls, start: StartActor, ring: SharedRegion, policy: SharedRegion) -> ActorLink:
+    async def spawn(
+        cls, start: StartActor, ring: SharedRegion, policy: SharedRegion, steps: StepPort | None = None
+    ) -> ActorLink:
         """Start an actor process and tell it what to act in.
+
+        Args:
+            steps: where it asks at each step; None has it act by itself.
 
         Raises:
             WorkerError: it can't be started.
         """
         environment = os.environ | {"OMP_NUM_THREADS": str(start.threads)}
-        options = {"--ring": ring.fd, "--policy": policy.fd}
+        options = {"--ring": ring.fd, "--policy": policy.fd, "--steps": -1, "--asked": -1, "--answered": -1}
         fds = [ring.fd, policy.fd]
+        if steps is not None:
+            asked, answered = steps.asked.ringer, steps.answered[start.number].waiter
+            options |= {"--steps": steps.region.fd, "--asked": asked, "--answered": answered}
+            fds += [steps.region.fd, asked, answered]
         link = cls(*await cls.launch("p2pdrl.workers.actor", options, environment, fds))
         try:
             await link.send(frame(start))
@@ -165,10 +215,20 @@ class ActorPool:
     """All actors of this node, through all their restarts, and the memory that their unrolls lie in.
 
     Lanes behind theirs are for actors of other nodes, whose unrolls `experience.receiver` brings.
+
+    Args:
+        batched: whether the inference process acts for them.
+
+    Attributes:
+        steps: how they ask it; None where they act by themselves, and before `open`.
     """
 
-    def __init__(self, start: Start, config: LearnerConfig, clock: Clock, events: EventLog) -> None:
+    def __init__(
+        self, start: Start, config: LearnerConfig, clock: Clock, events: EventLog, *, batched: bool = False
+    ) -> None:
         self._start = start
+        self.batched = batched and start.actors > 0
+        self.steps: StepPort | None = None
         self._config = config
         self._clock = clock
         self._events = events
@@ -209,7 +269,14 @@ class ActorPool:
             raise WorkerError("the learner isn't built yet")
         return self._copies
 
-    def open(self, unrolls: UnrollSpec, board: BoardSpec) -> None:
+    @property
+    def policy_region(self) -> SharedRegion:
+        """The memory that it lies in."""
+        if self._policy is None:
+            raise WorkerError("the learner isn't built yet")
+        return self._policy
+
+    def open(self, unrolls: UnrollSpec, board: BoardSpec, steps: StepSpec | None = None) -> None:
         """Make the memory for what a learner declared.
 
         Raises:
@@ -222,6 +289,8 @@ class ActorPool:
         self._policy = SharedRegion.create(PolicyCopies.nbytes_of(self._size, features), "policy")
         self._copies = PolicyCopies(self._policy, self._size, features)
         self._lanes = UnrollRing(self._ring, unrolls).lanes
+        if self.batched and steps is not None:
+            self.steps = StepPort(steps)
 
     def collected(self) -> tuple[Collect, list[SharedRegion]]:
         """Return what a learner is told, and whose descriptors go along."""
@@ -264,6 +333,9 @@ class ActorPool:
             if region is not None:
                 region.close()
         self._ring = self._policy = None
+        if self.steps is not None:
+            self.steps.close()
+            self.steps = None
 
     def figures(self) -> list[dict[str, object]]:
         """What each actor does; JSON types."""
@@ -323,9 +395,10 @@ class ActorPool:
             threads=start.threads,
             allow_import=start.allow_import,
             step_delay_s=start.step_delay_s,
+            steps=None if self.steps is None else self.steps.spec,
         )
         lane.started()
-        link = await ActorLink.spawn(first, ring, policy)
+        link = await ActorLink.spawn(first, ring, policy, self.steps)
         self._pids[number] = link.pid
         try:
             stood_still = await self._acting(number, lane, link)
@@ -334,6 +407,8 @@ class ActorPool:
             lane.running = False
             self._pids[number] = None
             await link.kill()  # where we were cancelled; does nothing to one that is gone
+            if self.steps is not None:
+                self.steps.left(number)
 
     async def _acting(self, number: int, lane: UnrollLane, link: ActorLink) -> str | None:
         """Wait until a process ends, or is stuck; tell why in the second case."""

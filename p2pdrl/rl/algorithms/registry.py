@@ -88,9 +88,9 @@ class AlgorithmEntry:
     build: Callable[[AlgorithmContext], Algorithm[Any]]
     network: Callable[[EnvSpec, NetworkConfig, int | None], Policy] = ActorCritic
 
-    def policy(self, spec: EnvSpec, task: TaskConfig) -> Policy:
-        """Return a task's policy as it is drawn."""
-        policy = self.network(spec, task.network, task.seed)
+    def policy(self, spec: EnvSpec, task: TaskConfig, *, drawn: bool = True) -> Policy:
+        """Return a task's policy as it is drawn; or with all parameters on the meta device."""
+        policy = self.network(spec, task.network, task.seed if drawn else None)
         if isinstance(task.algorithm, AlgorithmOptions):
             policy.configure(task.algorithm)
         return policy

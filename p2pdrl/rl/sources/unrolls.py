@@ -21,6 +21,7 @@ from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
 from p2pdrl.rl.policy import Policy
 from p2pdrl.rl.rollout import Collector, RawUnroll, Unroll
 from p2pdrl.rl.sources.source import Batch, BatchT, Source, on_device
+from p2pdrl.tensors.inference_slots import StepItem, StepSpec
 from p2pdrl.tensors.unroll_ring import ENVIRONMENTS, UnrollItem
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "UnrollScaler",
     "joined",
     "pack",
+    "step_spec",
     "unroll_items",
 ]
 
@@ -204,6 +206,31 @@ def unroll_items(policy: Policy, steps: int) -> tuple[UnrollItem, ...]:
     if state is not None:
         items.append(UnrollItem("state", "float32", (B, state.shape[1])))
     return tuple(items)
+
+
+def step_spec(policy: Policy, shares: tuple[int, ...]) -> StepSpec:
+    """Return what actors with so many environments each ask an inference process with, and what it answers.
+
+    Args:
+        policy: not told yet which environments it acts in.
+    """
+    spec, state = policy.spec, policy.initial_state(1)
+    noise = policy.noise((1,), torch.Generator())
+    asked = [
+        StepItem("obs", spec.obs_dtype, spec.obs_shape),
+        StepItem("noise", str(noise.dtype).removeprefix("torch."), tuple(noise.shape[1:])),
+    ]
+    answered = [
+        StepItem("actions", spec.action.dtype, spec.action.shape),
+        StepItem("log_probs", "float32", ()),
+        StepItem("values", "float32", ()),
+    ]
+    if policy.judges:
+        answered.append(StepItem("taken", "float32", ()))
+    if state is not None:
+        asked.append(StepItem("state", "float32", (state.shape[1],)))
+        answered.append(StepItem("state", "float32", (state.shape[1],)))
+    return StepSpec(asked=tuple(asked), answered=tuple(answered), shares=shares)
 
 
 def pack(raw: RawUnroll, arrays: Mapping[str, Array]) -> None:

@@ -89,3 +89,36 @@ def test_actors_that_cant_be_are_refused(sets, why):
 @pytest.mark.parametrize(("text", "count"), [("auto", "auto"), ("3", 3), ("0", 0)])
 def test_actors_by_number_or_by_cores(text, count):
     assert resolve(sets=[f"node.actors.count={text}"]).config.node.actors.count == count
+
+
+PEER = 'node.peers=["127.0.0.1:7700"]'
+
+
+@pytest.mark.parametrize(
+    ("sets", "why"),
+    [
+        ([], "node.actors.count = 0"),
+        (["node.actors.count=2", "task.algorithm.name=regression"], "no environments"),
+        (['node.roles=["learner"]', "node.actors.count=2", "task.algorithm.name=impala"], "nobody acts"),
+        (['node.roles=["replay"]', PEER, "task.algorithm.name=dqn"], "nobody acts"),
+        (['node.roles=["learner", "actor"]', "task.algorithm.name=a2c"], "node.actors.count = 0"),
+    ],
+)
+def test_batched_inference_is_refused_where_nobody_would_ask(sets, why):
+    with pytest.raises(UsageError, match=why):
+        resolve(sets=["node.actors.inference=batched", *sets])
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ["node.actors.count=2"],
+        ["node.actors.count=auto"],
+        ['node.roles=["actor"]', PEER],
+        ['node.roles=["learner", "actor"]', "task.algorithm.name=impala"],
+        ["node.learner.remote_actors=2"],
+    ],
+)
+def test_batched_inference_goes_with_actors_in_processes(sets):
+    node = resolve(sets=["node.actors.inference=batched", *sets]).config.node
+    assert node.actors.inference == "batched"

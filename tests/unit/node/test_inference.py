@@ -11,24 +11,27 @@ import pytest
 
 from p2pdrl.api.answers import ApiRefusal
 from p2pdrl.clock import ManualClock
-from p2pdrl.config.node import InferenceConfig, NodeConfig
+from p2pdrl.config.node import InferenceConfig, LearnerConfig, NodeConfig
 from p2pdrl.config.task import RegressionConfig, TaskConfig
 from p2pdrl.errors import ConfigError, WorkerError
+from p2pdrl.node.children.actors import StepPort
 from p2pdrl.node.children.restarts import death_of
 from p2pdrl.node.inference import Batcher, Inference, NewestPolicy
 from p2pdrl.telemetry.metrics import Registry
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
-from p2pdrl.tensors.inference_slots import InferenceSlots, InferenceSpec
+from p2pdrl.tensors.inference_slots import InferenceSlots, InferenceSpec, StepItem, StepLanes, StepSpec
 from p2pdrl.tensors.layout import Layout, TensorEntry
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.shared_policy import ActingPolicy, PolicyCopies, SharedPolicy
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 from p2pdrl.workers.protocol import (
+    ActedForActors,
     FrameBuffer,
     Infer,
     InferenceReady,
     Inferred,
+    StartInference,
     UseSlots,
     decode_to_inference,
 )
@@ -174,7 +177,7 @@ class FakeLink:
         self.pid = 100 + len(team.links)
         self.batches: list[Infer] = []
         self.killed = False
-        self._team, self._region = team, region
+        self._team, self.region = team, region
         self._frames = FrameBuffer()
         self._heard: asyncio.Queue[object] = asyncio.Queue()
         self._slots: InferenceSlots | None = None
@@ -183,7 +186,7 @@ class FakeLink:
     async def ready(self):
         if self._team.error is not None:
             raise self._team.error
-        return InferenceReady(SPEC, "cpu")
+        return InferenceReady(SPEC, "cpu", self._team.refusal)
 
     async def send(self, data, things=()):
         for body in self._frames.feed(data):
@@ -203,7 +206,10 @@ class FakeLink:
         self._heard.put_nowait(Inferred(message.slot, 77))
 
     def die(self):
-        self._heard.put_nowait(None)
+        self.say(None)
+
+    def say(self, message):
+        self._heard.put_nowait(message)
 
     async def hear(self):
         found = await self._heard.get()
@@ -223,13 +229,18 @@ class Team:
 
     def __init__(self, training, events, clock=None, **config):
         self.links: list[FakeLink] = []
+        self.starts: list[tuple[StartInference, StepPort | None]] = []
         self.error: Exception | None = None
         self.answers = True
         self.registry = Registry("1")
         self.clock = clock or ManualClock()
+        self.refusal = ""
         options = {"batch_wait_s": 0.0, "max_batch": 8, "max_waiting": 8} | config
         self.inference = Inference(
-            NodeConfig(inference=InferenceConfig(**options)),
+            NodeConfig(
+                inference=InferenceConfig(**options),
+                learner=LearnerConfig(restart_min_s=0.01, give_up_after=3),
+            ),
             training,
             SimpleNamespace(others_moments=dict),
             seed=1,
@@ -239,8 +250,8 @@ class Team:
             spawn=self._spawn,
         )
 
-    async def _spawn(self, start, region):
-        del start
+    async def _spawn(self, start, region, steps):
+        self.starts.append((start, steps))
         return FakeLink(self, region)
 
     def count(self, outcome):
@@ -410,3 +421,89 @@ async def test_it_ends_when_nobody_asks_and_begins_again(make, until):
     assert (await team.inference.act(rows(2), greedy=True)).actions_NA.tolist() == [2]
     assert len(team.links) == 2
     assert team.registry.value("inference_failures_total") == 0
+
+
+# --- for the node's actors -----------------------------------------------------------------------
+
+STEPS = StepSpec(
+    asked=(StepItem("obs", "float32", (2,)),),
+    answered=(StepItem("actions", "int64", ()),),
+    shares=(1, 2),
+)
+
+
+@pytest.fixture
+def pool(training):
+    """What an `ActorPool` shows of actors that ask, with a policy that the learner has written for them."""
+    region = SharedRegion.create(SharedPolicy.nbytes_of(3, (2,)), "policy")
+    shared = SharedPolicy(region, 3, (2,))
+    shared.write(np.full(3, 2.5, np.float32), ActingPolicy(12, 0.5, np.zeros(2), np.ones(2)))
+    steps = StepPort(STEPS)
+    made = SimpleNamespace(batched=True, steps=steps, policy=PolicyCopies(region, 3, 2), policy_region=region)
+    training.actors = made
+    yield made
+    steps.close()
+
+
+async def test_for_actors_it_runs_unasked_with_their_policy_and_callers_ask_it_too(pool, make, until):
+    team = make(idle_s=0.05)
+    await until(lambda: team.links)
+    (start, steps), link = team.starts[0], team.links[0]
+    assert (start.steps, steps) == (STEPS, pool.steps)
+    assert len(start.bells) == 3
+    assert link.region is pool.policy_region
+    assert (await team.inference.act(rows(4), greedy=True)).actions_NA.tolist() == [4]
+    team.clock.advance(1000.0)
+    await asyncio.sleep(0.1)
+    assert not link.killed  # nobody asks, and it stays
+
+
+async def test_what_it_did_for_actors_is_measured(pool, make, until):
+    team = make()
+    await until(lambda: team.links)
+    team.links[0].say(ActedForActors([3, 1], [0.004, 0.0001]))
+    await until(lambda: team.registry.value("actor_batch_environments_count") == 2)
+    assert team.registry.value("actor_batch_environments_sum") == 4
+    assert team.registry.value("actor_batch_seconds_bucket", le="0.002") == 1
+
+
+async def test_actors_have_another_process_soon_after_one_died(pool, make, until, events):
+    team = make()
+    await until(lambda: team.links)
+    await settled()
+    team.links[0].die()
+    await until(lambda: len(team.links) == 2)
+    assert "actors wait, and another takes its place" in events.since(0)[0]["text"]
+    assert team.registry.value("inference_failures_total") == 1
+    team.clock.advance(1.0)
+    assert (await team.inference.act(rows(3), greedy=True)).actions_NA.tolist() == [3]
+
+
+async def test_one_that_leaves_an_actor_without_an_answer_is_killed(pool, make, until, events):
+    team = make(deadline_s=0.2)
+    await until(lambda: team.links)
+    await settled()
+    StepLanes(pool.steps.region, STEPS).lanes[1].ask()
+    await asyncio.sleep(0.1)  # it is seen
+    team.clock.advance(1.0)
+    await until(lambda: events.since(0))
+    assert "killed because it took over 0.2 s for a batch" in events.since(0)[0]["text"]
+
+
+async def test_callers_are_told_that_a_policy_remembers_and_actors_go_on(pool, make, until):
+    team = make()
+    team.refusal = "the policy has a memory"
+    await until(lambda: team.links)
+    await settled()
+    with pytest.raises(ApiRefusal, match="has a memory") as caught:
+        await team.inference.act(rows(1), greedy=True)
+    assert caught.value.status == 409
+    assert not team.links[0].killed
+
+
+async def test_a_policy_that_cant_act_for_actors_ends_the_node(pool, training, events):
+    training.publish(1.0, 5)
+    team = Team(training, events)
+    team.error = ConfigError("no such device")
+    with pytest.raises(ConfigError, match="no such device"):
+        await team.inference.run()

@@ -23,6 +23,7 @@ from p2pdrl.rl.rollout import Collector
 from p2pdrl.rl.rollout_worker import RolloutWorker
 from p2pdrl.rl.sources.replay import ReplayFeeder, TransitionScaler, replay_memory
 from p2pdrl.rl.sources.unrolls import RewardClipper, UnrollPart, UnrollScaler, joined, pack, unroll_items
+from p2pdrl.tensors.shared_policy import ActingPolicy
 from p2pdrl.tensors.unroll_ring import UnrollSpec
 
 emulated = pytest.mark.skipif(
@@ -334,7 +335,7 @@ def test_ppo_and_evaluation_and_actors_play():
     result = evaluate(trainer.policy, TASK.env, 3, greedy=True, seed=0)
     assert max(result.lengths) <= 40
     worker = RolloutWorker(TASK, 0, 1)
-    raw = worker.collect(0.0, np.zeros(0), np.zeros(0))
+    raw = worker.collect(ActingPolicy(1, 0.0, np.zeros(0), np.zeros(0)))
     assert raw.obs_T1BX.shape == (65, 1, 4, 84, 84)
     worker.close()
 

@@ -15,6 +15,7 @@ from p2pdrl.rl.envs import make_vector_env
 from p2pdrl.rl.evaluate import evaluate
 from p2pdrl.rl.registry import build_trainer
 from p2pdrl.rl.rollout_worker import RolloutWorker
+from p2pdrl.tensors.shared_policy import ActingPolicy
 
 DOCS = Path(__file__).parents[3] / "docs" / "own_code.md"
 POLE = EnvConfig(id="my_pole:Pole", num_envs=2, max_episode_steps=50)
@@ -44,7 +45,7 @@ def test_the_examples_train_act_and_are_evaluated(examples):
     result = evaluate(trainer.policy, POLE, 3, greedy=True, seed=0, allow_import=True)
     assert max(result.lengths) <= 50
     worker = RolloutWorker(task(), 0, 1, allow_import=True)
-    worker.collect(0.0, np.zeros(0), np.zeros(0))
+    worker.collect(ActingPolicy(1, 0.0, np.zeros(0), np.zeros(0)))
     worker.close()
 
 

@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import select
+import socket
+import threading
+
 import numpy as np
 import pytest
 import torch
 
-from p2pdrl.config.task import EnvConfig, NetworkConfig, RegressionConfig, TaskConfig
+from p2pdrl.config.task import (
+    DDPGConfig,
+    DQNConfig,
+    EnvConfig,
+    GradientsConfig,
+    ImpalaConfig,
+    NetworkConfig,
+    OneStepQConfig,
+    PPOConfig,
+    RegressionConfig,
+    SACConfig,
+    TaskConfig,
+)
 from p2pdrl.errors import ConfigError, LayoutMismatchError, WorkerError
 from p2pdrl.rl.inference import PolicyInference
 from p2pdrl.rl.registry import build_trainer
-from p2pdrl.tensors.inference_slots import InferenceSlots
+from p2pdrl.rl.rollout_worker import RolloutWorker
+from p2pdrl.rl.sources.unrolls import step_spec
+from p2pdrl.tensors.inference_slots import InferenceSlots, StepItem, StepLanes, StepSpec
 from p2pdrl.tensors.moments import Moments
-from p2pdrl.tensors.shared_memory import SharedRegion
+from p2pdrl.tensors.shared_memory import Doorbell, SharedRegion
 from p2pdrl.tensors.shared_policy import ActingPolicy, SharedPolicy
-from p2pdrl.workers.inference import InferenceWorker
+from p2pdrl.workers.actor import StepAsker
+from p2pdrl.workers.inference import ActorBatches, InferenceWorker, StepBatcher
 from p2pdrl.workers.protocol import Infer, Inferred
+
+from ..rl.toys import registered
 
 ROWS = 4096
 
@@ -144,8 +165,7 @@ def test_newer_parameters_are_used_from_the_next_batch_on():
 
 
 def test_what_cant_work_is_refused():
-    with pytest.raises(ConfigError, match="memory"):
-        PolicyInference(TaskConfig(network=NetworkConfig(core="lstm")), 1)
+    assert "memory" in PolicyInference(TaskConfig(network=NetworkConfig(core="lstm")), 1).refusal
     with pytest.raises(ConfigError, match="regression"):
         PolicyInference(TaskConfig(algorithm=RegressionConfig()), 1)
     bench = Bench(TaskConfig())
@@ -156,3 +176,257 @@ def test_what_cant_work_is_refused():
     fresh = InferenceWorker(bench.inference, bench.region, len(bench.vector))
     with pytest.raises(WorkerError, match="before the memory"):
         fresh.infer(Infer(0, 1, 1))
+
+
+# --- for the node's actors -----------------------------------------------------------------------
+
+LANES = StepSpec(
+    asked=(StepItem("obs", "float32", (2,)),), answered=(StepItem("values", "float32", ()),), shares=(2, 1, 1)
+)
+
+
+def lanes_of(spec=LANES):
+    return StepLanes(SharedRegion.create(spec.nbytes, "steps"), spec)
+
+
+def test_a_batch_closes_once_all_who_act_have_asked():
+    lanes, batcher = lanes_of(), StepBatcher(LANES.shares, 100, wait_s=0.5)
+    lanes.lanes[0].acting = lanes.lanes[2].acting = True
+    batcher.look(lanes, 1.0)
+    assert batcher.due_in_s(1.0) is None
+    lanes.lanes[0].ask()
+    batcher.look(lanes, 1.0)
+    batcher.look(lanes, 1.25)
+    assert batcher.due_in_s(1.25) == 0.25  # lane 1 doesn't act, lane 2 does
+    lanes.lanes[2].ask()
+    batcher.look(lanes, 1.3)
+    assert batcher.due_in_s(1.3) == 0.0
+    assert batcher.take() == ([0, 2], [1, 1], 1.0)
+    assert batcher.due_in_s(1.3) is None
+
+
+def test_nobody_waits_longer_than_asked_for_and_a_dead_actor_not_at_all():
+    lanes, batcher = lanes_of(), StepBatcher(LANES.shares, 100, wait_s=0.5)
+    for lane in lanes.lanes:
+        lane.acting = True
+    lanes.lanes[1].ask()
+    batcher.look(lanes, 1.0)
+    assert batcher.due_in_s(1.6) == 0.0
+    lanes.lanes[0].acting = lanes.lanes[2].acting = False  # the daemon says so
+    batcher.look(lanes, 1.1)
+    assert batcher.due_in_s(1.1) == 0.0
+
+
+def test_a_batch_has_so_many_rows_at_most_the_oldest_first():
+    lanes, batcher = lanes_of(), StepBatcher(LANES.shares, 2, wait_s=9.0)
+    lanes.lanes[2].acting = True
+    lanes.lanes[1].ask()
+    batcher.look(lanes, 1.0)
+    lanes.lanes[0].ask()
+    batcher.look(lanes, 2.0)
+    assert batcher.due_in_s(2.0) == 0.0
+    assert batcher.take().lanes == [1]  # lane 0 has two rows
+    assert batcher.take() == ([0], [1], 2.0)
+
+
+def test_an_answer_to_a_dead_actors_question_is_none_to_its_successors():
+    lanes = lanes_of()
+    first = lanes.lanes[0]
+    first.ask()
+    (question, _, _) = lanes.questions.tolist()
+    first.ask()  # its successor, before that is answered
+    lanes.answer(0, question, version=5)
+    assert first.waits
+    lanes.answer(0, int(lanes.questions[0]), version=6)
+    assert (first.waits, first.version) == (False, 6)
+    assert lanes.questions.tolist() == [0, 0, 0]
+
+
+class Crew:
+    """Actors that ask, each in a thread, and the process that answers, in this one."""
+
+    def __init__(self, task, shares, policy_bench):
+        self.bench = policy_bench
+        trainer = policy_bench.trainer
+        self.spec = step_spec(fresh_policy(task, trainer), shares)
+        self.lanes = lanes_of(self.spec)
+        self.asked = Doorbell.create()
+        self.answered = tuple(Doorbell.create() for _ in shares)
+        batcher = StepBatcher(shares, 100, wait_s=30.0)
+        self.batches = ActorBatches(
+            policy_bench.worker, self.lanes, self.asked, self.answered, batcher=batcher
+        )
+        self.sockets = socket.socketpair()
+        self.askers = [
+            StepAsker(lane, self.asked, bell, self.sockets[0])
+            for lane, bell in zip(self.lanes.lanes, self.answered, strict=True)
+        ]
+
+    def collect(self, workers):
+        """Let each make an unroll; return them and the versions that acted."""
+        found = {}
+        for asker in self.askers:
+            asker.begin()
+
+        def act(number):
+            raw = workers[number].collect()
+            found[number] = raw, self.askers[number].end()
+
+        threads = [threading.Thread(target=act, args=(number,)) for number in range(len(workers))]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            due_s = self.batches.serve()
+            if due_s != 0.0:
+                select.select([self.asked.waiter], [], [], 0.05)
+        return [found[number] for number in range(len(workers))]
+
+    def close(self):
+        for bell in (self.asked, *self.answered):
+            bell.close()
+        for sock in self.sockets:
+            sock.close()
+
+
+def fresh_policy(task, trainer):
+    from p2pdrl.rl.algorithms.registry import entry_of
+
+    return entry_of(task.algorithm).policy(trainer.policy.spec, task, drawn=False)
+
+
+POLE = EnvConfig(num_envs=3, max_episode_steps=12)
+PENDULUM = EnvConfig(id="Pendulum-v1", num_envs=3, max_episode_steps=12)
+TASKS = {
+    "mlp": TaskConfig(env=POLE, algorithm=PPOConfig(unroll_steps=20)),
+    "lstm": TaskConfig(
+        env=POLE, algorithm=ImpalaConfig(unroll_steps=20), network=NetworkConfig(core="lstm", core_size=8)
+    ),
+    "gru, bf16": TaskConfig(
+        env=POLE,
+        algorithm=PPOConfig(unroll_steps=20),
+        network=NetworkConfig(core="gru", core_size=8),
+        gradients=GradientsConfig(precision="bf16"),
+    ),
+    "normalised": TaskConfig(
+        env=EnvConfig(num_envs=3, normalize_observations=True), algorithm=PPOConfig(unroll_steps=20)
+    ),
+    "masks, entries": TaskConfig(
+        env=EnvConfig(id="Cards-v0", num_envs=3, kwargs={"masks": "info", "nested": True}),
+        algorithm=PPOConfig(unroll_steps=20),
+    ),
+    "masks, multi": TaskConfig(
+        env=EnvConfig(id="Cards-v0", num_envs=3, kwargs={"masks": "info", "actions": "multi"}),
+        algorithm=PPOConfig(unroll_steps=20),
+    ),
+    "gaussian": TaskConfig(env=PENDULUM, algorithm=PPOConfig(unroll_steps=20)),
+    "gsde": TaskConfig(
+        env=PENDULUM,
+        algorithm=PPOConfig(unroll_steps=20),
+        network=NetworkConfig(exploration_noise="sde", sde_sample_freq=4),
+    ),
+    "dqn": TaskConfig(env=POLE, algorithm=DQNConfig(unroll_steps=20)),
+    "dqn, ladder, priorities": TaskConfig(
+        env=POLE,
+        algorithm=DQNConfig(unroll_steps=20, prioritized=True, actor_priorities=True, exploration="ladder"),
+    ),
+    "dqn, noisy": TaskConfig(
+        env=POLE, algorithm=DQNConfig(unroll_steps=20), network=NetworkConfig(noisy=True)
+    ),
+    "q, spread": TaskConfig(env=POLE, algorithm=OneStepQConfig(unroll_steps=20)),
+    "ddpg, priorities": TaskConfig(
+        env=PENDULUM, algorithm=DDPGConfig(unroll_steps=20, prioritized=True, actor_priorities=True)
+    ),
+    "sac": TaskConfig(env=PENDULUM, algorithm=SACConfig(unroll_steps=20)),
+}
+
+
+SAME = ("obs_T1BX", "actions", "terminated_TB", "truncated_TB", "valid_TB")
+
+
+@pytest.mark.parametrize("exploration", [0.0, 0.5])
+@pytest.mark.parametrize("name", TASKS)
+def test_unrolls_are_those_that_actors_make_by_themselves(name, exploration):
+    """Two actors, of two environments and one, over two unrolls: the second begins in mid-episode."""
+    task, shares = TASKS[name], (2, 1)
+    with registered():
+        bench = Bench(task)
+        shape = bench.inference.obs_shape
+        mean, scale = np.full(shape, 0.01), np.full(shape, 2.0)
+        acting = ActingPolicy(7, exploration, mean, scale)
+        bench.shared.write(bench.vector, acting)
+        crew = Crew(task, shares, bench)
+        options = [
+            {"environments": share, "first": first, "total": 3}
+            for share, first in zip(shares, (0, 2), strict=True)
+        ]
+        alone = [RolloutWorker(task, 11 + number, **one) for number, one in enumerate(options)]
+        asking = [
+            RolloutWorker(task, 11 + number, asked=crew.askers[number], **one)
+            for number, one in enumerate(options)
+        ]
+        tolerance = 2e-2 if task.gradients.precision == "bf16" else 1e-4
+        for _ in range(2):
+            for worker, (found, version) in zip(alone, crew.collect(asking), strict=True):
+                worker.parameters_D[:] = bench.vector
+                expected = worker.collect(acting)
+                assert version == 7
+                for field in (*SAME, "rewards_TB"):
+                    one, other = np.asarray(getattr(found, field)), np.asarray(getattr(expected, field))
+                    np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5, err_msg=field)
+                assert len(found.episodes) == len(expected.episodes)
+                np.testing.assert_allclose(found.episodes, expected.episodes, rtol=1e-4)
+                for field in ("log_probs_TB", "values_T1B", "taken_TB", "state_BS"):
+                    one, other = getattr(found, field), getattr(expected, field)
+                    assert (one is None) == (other is None), field
+                    if one is not None:
+                        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+        for worker in (*alone, *asking):
+            worker.close()
+        crew.close()
+
+
+def test_an_unroll_has_the_oldest_version_that_acted_in_it():
+    bench = Bench(TASKS["mlp"])
+    bench.publish(version=7)
+    crew = Crew(TASKS["mlp"], (3,), bench)
+    worker = RolloutWorker(TASKS["mlp"], 1, 3, asked=crew.askers[0])
+    serve, served = crew.batches.serve, []
+
+    def published():
+        served.append(1)
+        if len(served) > 5:
+            bench.shared.write(bench.vector, ActingPolicy(8 + len(served), 0.0, np.zeros(0), np.zeros(0)))
+        return serve()
+
+    crew.batches.serve = published
+    assert crew.collect([worker])[0][1] == 7
+    assert crew.collect([worker])[0][1] > 8
+    worker.close()
+    crew.close()
+
+
+def test_what_was_done_for_actors_is_told_each_second():
+    now_s = 0.0
+    bench = Bench(TASKS["mlp"])
+    bench.publish()
+    spec = step_spec(fresh_policy(TASKS["mlp"], bench.trainer), (2, 1))
+    lanes, bells = lanes_of(spec), [Doorbell.create() for _ in range(3)]
+    batcher = StepBatcher(spec.shares, 100, wait_s=0.25)
+    batches = ActorBatches(
+        bench.worker, lanes, bells[0], tuple(bells[1:]), batcher=batcher, clock=lambda: now_s
+    )
+    lanes.lanes[0].acting = lanes.lanes[1].acting = True
+    lanes.lanes[0].ask()
+    assert batches.serve() == 0.25
+    now_s = 0.25
+    assert batches.serve() is None
+    assert not lanes.lanes[0].waits
+    assert (bells[1].hush(), bells[2].hush()) == (True, False)
+    assert batches.news() is None  # not yet
+    now_s = 1.0
+    told = batches.news()
+    assert (told.environments, told.seconds) == ([2], [0.25])
+    now_s = 9.0
+    assert batches.news() is None
+    for bell in bells:
+        bell.close()
