@@ -200,10 +200,13 @@ def _swarm(s: _Shown) -> str:
 
 
 def _serves(s: _Shown) -> str:
-    """What a learner does that makes no experience of its own; empty for all others."""
-    if s.get("collects") is not False or s.get("mean_return") is not None:
+    """What a learner does that learns from no experience by itself; empty for all others."""
+    sends = bool(s.get("experience.sent"))
+    if (s.get("collects") is not False and not sends) or s.get("mean_return") is not None:
         return ""
-    if s.get("experience.sent"):
+    if sends and s.get("stage"):
+        return "computes and acts for the first rank of its pipeline"
+    if sends:
         return f"acts for {s.text('experience.sent.learner_name')}"
     if s.get("role") == "standby":
         return "stands by"
@@ -302,6 +305,8 @@ def _pipeline(s: _Shown) -> str:
     peers = s.get("pipeline.peers")
     if isinstance(peers, list) and peers:
         parts.append("with " + ", ".join(formats.clean(peer, 64) for peer in peers[:8]))
+    if s.get("pipeline.experience"):
+        parts.append(formats.clean(s.get("pipeline.experience"), 120))
     return f"{', '.join(parts)}; generation {s.number('pipeline.generation')}"
 
 

@@ -524,8 +524,7 @@ class Node:
         if context.checkpointer is not None:
             context.checkpointer.mean_return = self._reporter.mean_return
             self._evaluations.hear()
-        if training.receiver is not None:
-            training.receiver.sweep(context.alive())
+        training.sweep_actors(context.alive())
         self._follower.on_gossip_round(training)
         self._meters.write_scalars()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from p2pdrl.node import settings
 from p2pdrl.node.accounting.counters import ZERO, Counts
 from p2pdrl.node.accounting.exchanges import Accounting
 from p2pdrl.node.accounting.progress_tracker import ProgressTracker
-from p2pdrl.node.children.actors import ActorPool, actor_count, remote_actor_count
+from p2pdrl.node.children.actors import ActorPool, actor_count, lanes_for_ranks, remote_actor_count
 from p2pdrl.node.children.group_process import GroupProcesses
 from p2pdrl.node.children.learner_pool import LearnerPool, pooled
 from p2pdrl.node.children.supervisor import LearnerPort, LearnerSupervisor
@@ -44,7 +44,7 @@ from p2pdrl.node.experience.messages import learner_of
 from p2pdrl.node.experience.policy import PolicyFollower
 from p2pdrl.node.experience.receiver import ExperienceReceiver
 from p2pdrl.node.experience.sampler import ReplaySampler
-from p2pdrl.node.experience.sender import ExperienceSender
+from p2pdrl.node.experience.sender import ExperienceSender, LentActors
 from p2pdrl.node.experience.shard import ReplayServer
 from p2pdrl.node.state.replay_store import ReplayStore
 from p2pdrl.node.state.state_transfer import (
@@ -66,7 +66,7 @@ from p2pdrl.tensors.board import BoardSpec, DaemonBoard
 from p2pdrl.tensors.shared_policy import PolicyCopies
 from p2pdrl.transport.pipe.ticket import PipeReply
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
-from p2pdrl.workers.protocol import DataShare, LearnerPace, Progress, Report, Start
+from p2pdrl.workers.protocol import DataShare, LearnerPace, LendActors, Progress, Report, Start
 
 __all__ = ["NOTHING", "ActiveMode", "Done", "Training"]
 
@@ -279,21 +279,17 @@ class Training:
         stale: Callable[[int], None] = lambda _: None,
         before: Done = NOTHING,
     ) -> None:
-        self._me, self._before = me, before
+        self._me, self._before, self._boot = me, before, boot
         self._direct = direct
         self._pipes = pipes
         self._entered = entered
-        self._alive = alive
         self._heirs = heirs
         self._learner_left = learner_left
         self._alive, self._shards, self._named = alive, shards, named
         self._learning = learning
         self._config = config
-        self._transport = transport
-        self._clock = clock
-        self._events = events
-        self._progress_tracker = progress_tracker
-        self._rng = rng
+        self._transport, self._clock, self._events = transport, clock, events
+        self._progress_tracker, self._rng = progress_tracker, rng
         self.accounting = Accounting(me, clock)
         self._seed = seed
         self._adopted = 0
@@ -336,7 +332,7 @@ class Training:
             alive=alive,
             named=named,
             summary=self.summary,
-            env_steps=lambda: self.learners.totals.env_steps,
+            env_steps=lambda: self.totals.env_steps,
             observed=observed,
             rounds=(self.accounting.round, rounds),
         )
@@ -368,8 +364,12 @@ class Training:
         self.mode = ActiveMode(self.context, self._change, self.accounting, self._strategy)
         self.receiver = self._make_receiver(stale)
         """Takes in unrolls of other nodes; None where nobody here wants any."""
-        self.sender = None if self.learns or self.holds_replay else self._make_sender(boot, actors)
+        self._made_for_rank0 = ZERO
+        acts_for_learner = not (self.learns or self.holds_replay)
+        self.sender = self._make_sender(self._post_of(actors)) if acts_for_learner else None
         """Sends unrolls to another node; None where they are learned from or stored here."""
+        self.lent_actors = self._make_lent_actors() if self.learns else None
+        """Has this node's actors work for the first rank of its pipeline; None where that can't be."""
         self.replay_server = self._make_replay_server(boot) if self.holds_replay else None
         """Serves this node's shard of the replay memory; None without one."""
         self.follower = self._make_follower() if self.holds_replay else None
@@ -434,8 +434,11 @@ class Training:
         """Move experience from node to node, for ever.
 
         Who only acts sends unrolls to their learner, or to a shard of the replay, and keeps the whole state;
-        who holds a shard, the policy; who draws from shards, samples. Nothing to do for all others.
+        who holds a shard, the policy; who draws from shards, samples; a later rank of a pipeline sends
+        unrolls to the first. Nothing to do for all others.
         """
+        if self.lent_actors is not None and self.actors is not None:
+            await self.lent_actors.run(self.actors)
         if self.sampler is not None:
             await self.sampler.run()
         if self.follower is not None:
@@ -474,16 +477,51 @@ class Training:
             stale=stale,
         )
 
-    def _make_sender(self, boot: int, actors: Callable[[], Iterable[str]]) -> ExperienceSender:
-        def target() -> tuple[str, Address] | None:
-            return _learner_of(self._me, actors(), (self._replays and self._shards()) or self._alive())
+    def _post_of(self, actors: Callable[[], Iterable[str]]) -> Callable[[], tuple[str, Address] | None]:
+        """Return what tells for whom the actors of a node that only acts work."""
+        return lambda: _learner_of(self._me, actors(), (self._replays and self._shards()) or self._alive())
 
+    def _make_lent_actors(self) -> LentActors | None:
+        if self.receiver is None or not self._start.actors or self._replays:
+            return None
+        return LentActors(
+            self._make_sender(self._first_rank, self._count_sent),
+            lend=lambda number: self.supervisor.tell(LendActors(number)),
+            loan=lambda: self.supervisor.loan,
+            serves=self._serves,
+            first=self._first_rank,
+            asked=lambda: None if self.receiver is None else self.receiver.keep(()),
+        )
+
+    def _serves(self) -> bool | None:
+        """Whether our learner computes for another rank; None under a pipeline that is being formed."""
+        if not self.supervisor.requests.learner_mode.stages:
+            return False
+        order = self.supervisor.stages.order
+        return None if order is None else order.rank > 0
+
+    def _first_rank(self) -> tuple[str, Address] | None:
+        """Return the first rank of our pipeline, if it is whole and that is another node."""
+        first = next(iter(self.mode.strategy.members), self._me)
+        address = self._alive().get(first)
+        return None if first == self._me or address is None else (first, address)
+
+    def _count_sent(self, counts: Counts) -> None:
+        self._made_for_rank0 += counts
+        self._credit()
+
+    def _make_sender(
+        self,
+        target: Callable[[], tuple[str, Address] | None],
+        counts: Callable[[Counts], None] | None = None,
+    ) -> ExperienceSender:
         return ExperienceSender(
             task=self.task,
             task_hash=self.task_hash,
-            boot=boot,
+            boot=self._boot,
             transport=self._transport,
             learner=target,
+            counts=counts,
             actors=self._start.actors,
             remote=self._start.remote_actors,
             ahead=self._config.actors.ahead,
@@ -543,7 +581,8 @@ class Training:
         """Serve a call of a node that acts.
 
         Raises:
-            Refusal: nobody learns here, or from own unrolls only (503); and as `ExperienceReceiver.answer`.
+            Refusal: nobody learns here, or from own unrolls only, or it is no rank of ours (503); and as
+                `ExperienceReceiver.answer`.
         """
         if self.sampler is not None and self.learns:
             return await self.sampler.answer(incoming)
@@ -553,9 +592,31 @@ class Training:
                 "nobody learns here"
                 if not self.learns
                 else "this learner takes no unrolls of others: start its node with --roles learner,actor, or "
-                "set node.learner.remote_actors",
+                "set node.learner.remote_actors; of its pipeline's ranks it does with node.actors.count",
+            )
+        if self.lent_actors is not None and self.lent_actors.away:
+            raise Refusal(503, "this node is a later rank of a pipeline, whose first rank takes unrolls")
+        if lanes_for_ranks(self._config) and incoming.sender not in self._ranks:
+            raise Refusal(
+                503,
+                "this learner takes unrolls of its pipeline's other ranks only: start its node with --roles "
+                "learner,actor, or set node.learner.remote_actors",
             )
         return await self.receiver.answer(incoming)
+
+    @property
+    def _ranks(self) -> Collection[str]:
+        """Node ids of our pipeline's ranks, where we are the first; else nobody."""
+        members = self.mode.strategy.members
+        return members if members and members[0] == self._me else ()
+
+    def sweep_actors(self, alive: Collection[str]) -> None:
+        """Free the lanes of actors whose nodes are gone, or send to another learner by now."""
+        if self.receiver is None:
+            return
+        self.receiver.sweep(alive)
+        if lanes_for_ranks(self._config) and self._serves() is not None:
+            self.receiver.keep(self._ranks)
 
     async def _until_alone(self) -> None:
         """Wait until nobody learns, and it is this node's turn to begin."""
@@ -646,10 +707,21 @@ class Training:
 
     def done(self) -> Done:
         """Return what this node did so far in this boot."""
-        counts = self._before.counts + self.learners.totals
+        counts = self._before.counts + self.totals
         return Done(counts, pooled([self._before.moments, self.learners.moments]))
 
     # --- figures ----------------------------------------------------------------------------
+
+    @property
+    def sender_at_work(self) -> ExperienceSender | None:
+        """Who sends what this node's actors make to another, if it goes there at the moment."""
+        lent = self.lent_actors
+        return self.sender if lent is None or not lent.lent else lent.sender
+
+    @property
+    def totals(self) -> Counts:
+        """What this node did in these roles: its learners, and its actors for another rank's."""
+        return self.learners.totals + self._made_for_rank0
 
     @property
     def board(self) -> DaemonBoard:
@@ -774,8 +846,11 @@ class Training:
     def _pace(self) -> LearnerPace:
         return LearnerPace(paused=self._paused, max_updates_per_s=self._config.learner.max_updates_per_s)
 
+    def _credit(self) -> None:
+        self._progress_tracker.credit(self._before.counts + self.totals)
+
     def _report(self, report: Report, new_updates: int) -> None:
-        self._progress_tracker.credit(self._before.counts + self.learners.totals)
+        self._credit()
         self.divide_data()
         if report.moments:
             try:

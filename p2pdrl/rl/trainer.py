@@ -26,7 +26,7 @@ from p2pdrl.rl.pipeline.model_split import SplitEngine, split_engine
 from p2pdrl.rl.pipeline.parts import ModelParts
 from p2pdrl.rl.policy import Policy
 from p2pdrl.rl.sources.replay import ReplayFeeder
-from p2pdrl.rl.sources.source import Source
+from p2pdrl.rl.sources.source import NOTHING_ELSEWHERE, CountedElsewhere, Source
 from p2pdrl.tensors.layout import Layout
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
@@ -46,12 +46,14 @@ class StepStats:
         episodes: (return from raw rewards, length in steps) of those that ended, in order of time.
         metrics: the algorithm's own numbers, by name, its engines' and the source's.
         seconds: duration of the whole step.
+        elsewhere: how much of that other nodes count.
     """
 
     env_steps: int
     episodes: list[tuple[float, int]]
     metrics: dict[str, float]
     seconds: float
+    elsewhere: CountedElsewhere = NOTHING_ELSEWHERE
 
 
 class PeriodicEvaluation(Protocol):
@@ -186,7 +188,8 @@ class Trainer:
         for loss in algorithm.losses:
             metrics |= loss.engine.metrics()
         metrics |= self.source.metrics()
-        return StepStats(batch.env_steps, episodes, metrics, self._clock() - start)
+        took_s = self._clock() - start
+        return StepStats(batch.env_steps, episodes, metrics, took_s, self.source.elsewhere)
 
     @property
     def ready(self) -> bool:

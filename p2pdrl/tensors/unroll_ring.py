@@ -49,7 +49,7 @@ _BEGUN, _COMMITTED, _STEPS, _EPISODES, _TORN = 8, 9, 10, 11, 12
 """Words that the actor writes."""
 _LIVES, _RUNNING = 14, 15
 """Words that the daemon writes."""
-_SERIAL, _LIFE, _VERSION, _ENDED, _VALID, _COLUMNS = range(6)
+_SERIAL, _LIFE, _VERSION, _ENDED, _VALID, _COLUMNS, _COUNTED = range(7)
 """Words of a slot."""
 
 
@@ -201,6 +201,7 @@ class Committed(NamedTuple):
         episodes: how many ended in it.
         env_steps: valid steps in it.
         environments: B.
+        counted: whether the node that made it counts its steps and episodes itself.
         arrays: by name, views that stay as they are until it is consumed.
         content: the bytes that they are views of.
     """
@@ -211,6 +212,7 @@ class Committed(NamedTuple):
     episodes: int
     env_steps: int
     environments: int
+    counted: bool
     arrays: dict[str, Array]
     content: memoryview
 
@@ -273,18 +275,26 @@ class UnrollLane:
         return serial
 
     def commit(
-        self, *, policy_version: int, episodes: int, env_steps: int, environments: int | None = None
+        self,
+        *,
+        policy_version: int,
+        episodes: int,
+        env_steps: int,
+        environments: int | None = None,
+        counted: bool = False,
     ) -> None:
         """Let the learner have the unroll that was begun last; its arrays are the learner's from now on.
 
         Args:
             environments: of an unroll that was `fill`ed; None stands for all of the lane.
+            counted: whether another node counts its steps.
         """
         serial = self._word(_BEGUN)
         head = self._heads[(serial - 1) % self._spec.slots]
         head[_SERIAL], head[_LIFE], head[_VERSION] = serial, self._word(_LIVES), policy_version
         head[_ENDED], head[_VALID] = episodes, env_steps
         head[_COLUMNS] = self.environments if environments is None else environments
+        head[_COUNTED] = counted
         self._words[_STEPS] += np.uint64(env_steps)
         self._words[_EPISODES] += np.uint64(episodes)
         fence()
@@ -314,12 +324,12 @@ class UnrollLane:
         found = int(head[_SERIAL])
         if found != serial:
             raise LayoutMismatchError(f"the slot of unroll {serial} holds unroll {found}")
-        life, version, episodes, steps, columns = (
-            int(head[n]) for n in (_LIFE, _VERSION, _ENDED, _VALID, _COLUMNS)
+        life, version, episodes, steps, columns, counted = (
+            int(head[n]) for n in (_LIFE, _VERSION, _ENDED, _VALID, _COLUMNS, _COUNTED)
         )
         content = self._contents[slot][: self._spec.content_nbytes(columns)]
         arrays = self._arrays(serial, columns)
-        return Committed(serial, life, version, episodes, steps, columns, arrays, content)
+        return Committed(serial, life, version, episodes, steps, columns, bool(counted), arrays, content)
 
     def consume(self) -> None:
         """Give up the unroll that `peek` returned; its slot is written again once that is granted."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from p2pdrl.rl.algorithms.registry import entry_of
 from p2pdrl.rl.registry import RolloutContext
-from p2pdrl.rl.sources.source import BatchT, Source
+from p2pdrl.rl.sources.source import NOTHING_ELSEWHERE, BatchT, CountedElsewhere, Source
 from p2pdrl.rl.sources.unrolls import UnrollPart, joined, step_spec, unroll_items
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.shared_policy import ActingPolicy, SharedPolicy
@@ -49,7 +49,7 @@ class ActorSource(Source[BatchT]):
         spec: of the unrolls.
         steps: how actors of this node would ask an inference process; None without any.
         policy_nbytes: of the memory that actors read the policy from.
-        left_out: how often a batch did without an actor that was late or down.
+        left_out: how often a batch did without one of this node's actors that was late or down.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class ActorSource(Source[BatchT]):
         self._columns = [sum(shares[:number]) for number in range(len(shares))]
         self._version = 0
         self._staleness = 0.0
+        self._lent = False
         self.left_out = 0
 
     def attach(self, ring: SharedRegion, policy: SharedRegion) -> None:
@@ -103,7 +104,7 @@ class ActorSource(Source[BatchT]):
     @property
     def ready(self) -> bool:
         """Whether there are unrolls of enough environments, or one of every actor that is waited for."""
-        waiting = sum(lane.waiting_environments for lane in self._lanes)
+        waiting = 0 if self._lent else sum(lane.waiting_environments for lane in self._lanes)
         if not waiting:
             return False
         missing = [number for number, lane in enumerate(self._lanes) if self._awaited(number, lane)]
@@ -133,6 +134,8 @@ class ActorSource(Source[BatchT]):
         """Return the oldest unrolls, at most one of each actor, as one."""
         parts, staleness = [], []
         self._read = []
+        absent = [number for number, lane in enumerate(self._lanes) if self._missed(number, lane)]
+        elsewhere = NOTHING_ELSEWHERE
         for number, found in self._chosen():
             restarted = self._lives[number] not in (0, found.life)
             self._lives[number] = found.life
@@ -141,13 +144,21 @@ class ActorSource(Source[BatchT]):
             parts.append(UnrollPart(found.arrays, found.episodes, columns, restarted))
             staleness.append(max(self._version - found.policy_version, 0))
             self._read.append(self._lanes[number])
+            if found.counted:
+                steps, episodes = elsewhere
+                elsewhere = CountedElsewhere(steps + found.env_steps, episodes + found.episodes)
+        self.elsewhere = elsewhere
         self._staleness = sum(staleness) / max(len(staleness), 1)
-        if len(parts) == len(self._lanes):
+        if not absent:
             self._longest_s = max(self._longest_s, self._clock() - self._granted_s)
-        elif not self.spec.remote:
-            self.left_out += len(self._lanes) - len(parts)
+        elif sum(len(part.columns) for part in parts) < self._wanted:
+            self.left_out += sum(number < self.spec.local for number in absent)
         self._waiting_since_s = None
         return self._acting.reader.read(joined(parts, self._environments))
+
+    def _missed(self, number: int, lane: UnrollLane) -> bool:
+        """Whether a lane has nothing that might have: one of this node's, or of another's actor at work."""
+        return not lane.waiting and (number < self.spec.local or lane.running)
 
     def _chosen(self) -> list[tuple[int, Committed]]:
         """Return lanes' numbers and unrolls for the next batch, in order of the lanes."""
@@ -184,7 +195,7 @@ class ActorSource(Source[BatchT]):
 
     def publish(self, version: int) -> None:
         """Write the policy to where actors read it, and let each begin its next unroll."""
-        if self._policy is None:
+        if self._policy is None or self._lent:
             return
         self._version = version
         acting = self._acting
@@ -194,6 +205,17 @@ class ActorSource(Source[BatchT]):
         self._policy.write(acting.flat.numpy(), policy)
         self._granted_s = self._clock()
         self.grant()
+
+    def lend(self, *, lent: bool) -> None:
+        """Leave the actors to the daemon, or take them back; what came from other nodes is dropped.
+
+        Their unrolls would be many updates old by the time that this learner reads again.
+        """
+        self._lent = lent
+        if lent:
+            for lane in self._lanes[self.spec.local :]:
+                while lane.waiting:
+                    lane.consume()
 
     def close(self) -> None:
         """Unmap the shared memory."""

@@ -51,6 +51,7 @@ from p2pdrl.workers.protocol import (
     Hello,
     JoinHogwild,
     LearnerPace,
+    LendActors,
     Others,
     Prioritize,
     Progress,
@@ -109,6 +110,7 @@ class Learner:
             ahead=mailbox.ahead,
         )
         self._told_actors = (0, 0)
+        self._loan = self._wanted_loan = 0
         self._replay_region: SharedRegion | None = None
         self._pause = PollPause()
         self._updates = 0
@@ -161,6 +163,8 @@ class Learner:
         self._stage_runner.turn(stages=self._mode_switcher.learner_mode.stages)
         if self._stage_runner.takes:
             self._replica.take()
+        if self._loan != self._wanted_loan:
+            self._lend()
         if not self._paused and self._ready and time.monotonic() >= self._next_s and self._trainer.ready:
             self._update()
         self._stage_runner.work()
@@ -174,6 +178,13 @@ class Learner:
         if not self._paused and self._told_actors != news:
             self._told_actors = news
             self._trainer.publish()
+
+    def _lend(self) -> None:
+        """Leave this node's actors to the daemon, or have them again, as it said."""
+        self._loan = self._wanted_loan
+        self._trainer.source.lend(lent=self._loan > 0)
+        self._told_actors = (-1, 0)  # once they are back they hear of our policy
+        self._report()
 
     def _read_first_messages(self) -> None:
         """Read until the pace is known and nothing follows, so that no update is made without it.
@@ -232,10 +243,8 @@ class Learner:
                     self._stage_runner.end(stages=learner_mode.stages)
                 case StartStage() | Finish() | Measure() | Trace():
                     self._stage_runner.hear(message, self._mailbox.take_fd)
-                case LearnerPace(paused=paused, max_updates_per_s=rate):
-                    self._paced = True
-                    self._paused = paused
-                    self._min_update_s = 1.0 / rate if rate > 0 else 0.0
+                case LearnerPace() | LendActors():
+                    self._pace(message)
                 case Collect() | ReplayRows() | Sampled():
                     self._map(message)
                 case Progress(fraction=fraction, env_steps=env_steps):
@@ -254,6 +263,16 @@ class Learner:
                         f"the daemon began the conversation anew, with {type(message).__name__}"
                     )
         return self._going
+
+    def _pace(self, message: LearnerPace | LendActors) -> None:
+        """Go as fast as that says, or without actors."""
+        if isinstance(message, LendActors):
+            self._wanted_loan = message.number
+            return
+        self._paced = True
+        self._paused = message.paused
+        rate = message.max_updates_per_s
+        self._min_update_s = 1.0 / rate if rate > 0 else 0.0
 
     def _map(self, message: Collect | ReplayRows | Sampled) -> None:
         """Learn from what lies in the daemon's memory from now on, or keep the replay there."""
@@ -286,8 +305,8 @@ class Learner:
             return
         self._replica.moved(versions=int(self._mode_switcher.learner_mode.steps))
         self._updates += 1
-        self._env_steps += stats.env_steps
-        self._episodes += len(stats.episodes)
+        self._env_steps += stats.env_steps - stats.elsewhere.env_steps
+        self._episodes += len(stats.episodes) - stats.elsewhere.episodes
         self._returns += [episode_return for episode_return, _ in stats.episodes]
         self._metrics = stats.metrics
         self._stage_runner.updated()
@@ -318,6 +337,7 @@ class Learner:
                 returns=self._returns,
                 metrics=self._stage_runner.metrics(self._metrics),
                 moments=moments,
+                loan=self._loan,
             )
         )
         self._returns = []

@@ -14,7 +14,7 @@ board, shared memory whose file descriptor is passed once.
       │         Report, Report, …     │
       │◀──────────────────────────────┤
       │  Others, Progress, DataShare, │
-      │  Stop, LearnerPace            │
+      │  LendActors, Stop, LearnerPace│
       ├──────────────────────────────▶│  begins to train once it has heard the first LearnerPace
       │  Collect (+ 2 descriptors)    │
       ├──────────────────────────────▶│  learns from what actor processes make
@@ -122,6 +122,7 @@ __all__ = [
     "Inferred",
     "JoinHogwild",
     "LearnerPace",
+    "LendActors",
     "Others",
     "PostedRequest",
     "Prioritize",
@@ -326,7 +327,17 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Publish once more and end."""
 
 
-TrainingNews = LearnerPace | Progress | Others | DataShare
+class LendActors(msgspec.Struct, frozen=True, tag="lend"):
+    """Leave this node's actors to the daemon, who sends what they make to another learner.
+
+    The learner lets go of them between two updates, and says so in its reports.
+    """
+
+    number: int
+    """Of the loan, from 1; 0: they are the learner's again, from its next update on."""
+
+
+TrainingNews = LearnerPace | Progress | Others | DataShare | LendActors
 """What is told to each learner, and to each that replaces it, when it changes."""
 
 ToLearner = (
@@ -345,6 +356,7 @@ ToLearner = (
     | Progress
     | DataShare
     | LearnerPace
+    | LendActors
     | Stop
     | StartStage
     | Finish
@@ -379,15 +391,17 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     updates: int
     """Updates since this process began."""
     env_steps: int
-    """Environment steps since this process began."""
+    """Environment steps since this process began, without those that the nodes count that made them."""
     episodes: int
-    """Episodes ended since this process began."""
+    """Episodes ended since this process began; likewise."""
     returns: list[float]
     """Returns of the episodes ended since the last report, oldest first."""
     metrics: dict[str, float]
     """The algorithm's own figures (losses, entropy, …) of the last update."""
     moments: dict[str, bytes] = {}
     """This node's own cumulative normaliser moments, by name; empty when nothing is normalised."""
+    loan: int = 0
+    """Number of the `LendActors` by which the daemon has this node's actors; 0: the learner has them."""
 
 
 class PostedRequest(msgspec.Struct, frozen=True, tag="posted"):

@@ -1,4 +1,7 @@
-"""Two nodes train one model in two halves for a while, without starting anything anew."""
+"""Two nodes train one model in two halves for a while, without starting anything anew.
+
+Where they have actors, those of both act for the first of them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import signal
 
 import pytest
 
-from .pipelines import STREAM, Watch, ranks, whole
+from .pipelines import STREAM, Watch, holder, ranks, whole
 
 SOON_S = 5.0
 """From a change of the mode until updates go on."""
@@ -92,3 +95,127 @@ def check_trace(document, names):
         assert starts[0, "forward 1", step] < starts[1, "forward 1", step] + OFF_US
         if (0, "backward 1", step) in starts:
             assert starts[1, "backward 1", step] < starts[0, "backward 1", step] + OFF_US
+
+
+ACTING = {
+    "task.env.num_envs": 4,
+    "task.algorithm.name": "impala",
+    "task.algorithm.unroll_steps": 20,
+    "task.strategy.name": "pipeline",
+    "task.strategy.backend": "stream",
+    "task.strategy.microbatches": 2,
+    "task.strategy.state_every": 5,
+    "task.evaluation.every": 0,
+    "task.stop.env_steps": 100_000_000,
+    "node.actors.count": 1,
+    "node.learner.step_delay_s": 0.002,
+    "node.learner.restart_min_s": 0.05,
+    "node.checkpoint.every_s": 0,
+}
+"""Environments so slow that learners wait for actors."""
+START_S = 90.0
+ROWS = ACTING["task.env.num_envs"] * ACTING["task.algorithm.unroll_steps"]
+"""Of one actor's unroll, and of one update."""
+
+
+def made(nodes):
+    """Environment steps by name, as each node counts its own."""
+    return {node.name: node.status().get("env_steps", 0) for node in nodes}
+
+
+def grow(nodes, wait_until, what, by=10 * ROWS):
+    """Wait until each of them has made so many more steps."""
+    before = made(nodes)
+    wait_until(
+        lambda: all(count >= before[name] + by for name, count in made(nodes).items()),
+        START_S,
+        f"{what}:\n" + "\n".join(f"{node.status().get('pipeline')}\n{node.text()[-1500:]}" for node in nodes),
+    )
+
+
+def counted_once(nodes, lost=0):
+    """Check that the swarm has counted what updates were made of, and what waits for the next ones.
+
+    Args:
+        lost: updates that were taken back when a pipeline broke.
+    """
+    status = nodes[0].status()
+    updates = sum(node.status()["updates"] for node in nodes)
+    waiting = 2 * len(nodes) * ROWS
+    assert 0.9 * ROWS * updates <= status["swarm_env_steps"] <= ROWS * (updates + lost) + waiting
+    for node in nodes:
+        one = node.status()
+        acted = sum(row["env_steps"] for row in one["actors"])
+        assert one["env_steps"] <= acted, "no more than its actors have made"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_actors_of_all_ranks_act_for_the_first(swarm, wait_until, no_orphans):
+    nodes = swarm.start_team(2, ACTING)
+    wait_until(lambda: whole(nodes, 2), START_S, "a pipeline of both")
+    first, later = holder(nodes, 0), holder(nodes, 1)
+    still = later.status()["updates"]  # before there was a pipeline
+    grow(nodes, wait_until, "both make steps")
+    counted_once(nodes)
+    assert later.status()["updates"] == still
+    shown = {node.name: node.status()["pipeline"]["experience"] for node in nodes}
+    assert shown == {
+        first.name: "takes unrolls of its 1 actor and of the other ranks'",
+        later.name: "its 1 actor works for rank 0",
+    }
+    sent = later.status()["experience"]["sent"]
+    assert sent["learner_name"] == first.name
+    assert sent["env_steps"] <= later.status()["env_steps"]
+    assert {row["name"]: row["collects"] for row in first.peers()} == {first.name: True, later.name: True}
+    assert sent["policy_version"] > first.status()["policy_version"] - 100
+
+    first.set_mode("gossip")
+    wait_until(lambda: all(protocol(node) == "adpsgd" for node in nodes), 30, "they gossip")
+    began = {node.name: node.status()["updates"] for node in nodes}
+    wait_until(
+        lambda: all(node.status()["updates"] > began[node.name] + 5 for node in nodes),
+        START_S,
+        "each learns from its own actor",
+    )
+    first.set_mode("pipeline", "stages=2", "state_every=5", "microbatches=2", *STREAM)
+    wait_until(lambda: whole(nodes, 2), START_S, "a pipeline again")
+    grow(nodes, wait_until, "both make steps again")
+    counted_once(nodes)
+
+    first, later = holder(nodes, 0), holder(nodes, 1)
+    later.kill9()
+    grow([first], wait_until, "the first goes on by itself")
+    assert first.status()["learner"]["restarts"] == 0
+    newcomer = swarm.start("n2", *(f"--set={key}={value}" for key, value in ACTING.items()), peers=first)
+    nodes = [first, newcomer]
+    swarm.training(*nodes)
+    wait_until(lambda: whole(nodes, 2), START_S, "a pipeline with the newcomer")
+    grow(nodes, wait_until, "both make steps")
+
+    first, later = holder(nodes, 0), holder(nodes, 1)
+    first.kill9()
+    wait_until(lambda: later.status()["updates"] > 10, START_S, "the other is first now, and learns")
+    assert later.status()["learner"]["restarts"] == 0
+    grow([later], wait_until, "from what its own actor makes")
+    wait_until(lambda: later.status()["experience"].get("sent") is None, 10, "which is its learner's")
+    later.signal(signal.SIGTERM)
+    assert later.wait(20) == 0
+    for node in (*nodes, *swarm.nodes):
+        assert "Traceback" not in node.text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_data_of_the_newest_policy_are_made_by_the_first_rank_only(swarm, wait_until, no_orphans):
+    nodes = swarm.start_team(2, ACTING | {"task.algorithm.name": "a2c"})
+    wait_until(lambda: whole(nodes, 2), START_S, "a pipeline of both")
+    first, later = holder(nodes, 0), holder(nodes, 1)
+    before = made([later])
+    grow([first], wait_until, "the first makes steps")
+    assert made([later]) == before
+    assert "newest policy only" in later.status()["pipeline"]["experience"]
+    assert {row["name"]: row["collects"] for row in first.peers()} == {first.name: True, later.name: False}
+    for node in nodes:
+        node.signal(signal.SIGTERM)
+    assert [node.wait(20) for node in nodes] == [0, 0]

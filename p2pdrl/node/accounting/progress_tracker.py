@@ -137,17 +137,18 @@ class ProgressTracker:
         """Take in a peer's entries of the streams that we have; return how many were new.
 
         Cumulative moments never forget, so an entry is put aside (it may come again) unless it is
-        plausible in size and counts no more samples than the node's environment steps, as far as
-        known, allow. Merge the counts of the same message first.
+        plausible in size and counts no more samples than the swarm's environment steps, as far as
+        known, allow: a learner counts those of other nodes' actors, too. Merge the counts of the same
+        message first.
 
         Boots beyond ``latest_boot`` are ignored.
 
         Raises:
             WireError: if they can't be read or are of another shape.
         """
+        bound = SAMPLES_PER_STEP * self.total().env_steps
 
-        def admit(node: str, boot: int, moments: Moments) -> bool:
-            bound = SAMPLES_PER_STEP * self.of_node(node).env_steps
+        def admit(_node: str, boot: int, moments: Moments) -> bool:
             in_time = latest_boot is None or boot <= latest_boot
             return in_time and moments.count <= bound and moments.plausible
 

@@ -92,7 +92,9 @@ class PeerReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     role: Label = ""
     """What the node does in its group, in a word: ``server``, ``worker``; empty where all do the same."""
     trains: bool = True
-    """Whether its learner makes experience of its own: the lower stages of a pipeline don't."""
+    """Whether its learner learns from experience by itself: the lower stages of a pipeline don't."""
+    acts: bool = False
+    """Whether its actors work for its pipeline's first rank, and their steps are counted here."""
     stage: Label = ""
     """Of a pipeline: ``2/3`` for the second of three; empty for none."""
     bubble: NonNegative | None = None

@@ -39,7 +39,7 @@ from p2pdrl.workers.protocol import (
     frame,
 )
 
-__all__ = ["ActorPool", "StallWatch", "StepPort", "actor_count", "remote_actor_count"]
+__all__ = ["ActorPool", "StallWatch", "StepPort", "actor_count", "lanes_for_ranks", "remote_actor_count"]
 
 BUILD_S = 600.0
 """The longest that environments may take to build, before they are tried anew."""
@@ -61,7 +61,7 @@ def actor_count(node: NodeConfig, task: TaskConfig, cores: int | None = None) ->
     if isinstance(task.algorithm, RegressionConfig) or not node.acts:
         return 0
     count = node.actors.count
-    if count == 0 and node.learns and remote_actor_count(node, task):
+    if count == 0 and node.learns and remote_actor_count(node, task, cores):
         return 1  # one process learns from unrolls of many, or makes its own
     if count == "auto" or (count == 0 and not node.learns):
         have = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -70,17 +70,27 @@ def actor_count(node: NodeConfig, task: TaskConfig, cores: int | None = None) ->
     return min(count, task.env.num_envs)
 
 
-def remote_actor_count(node: NodeConfig, task: TaskConfig) -> int:
-    """Return how many actors of other nodes a node's learner takes, or would take, unrolls from at most."""
+def remote_actor_count(node: NodeConfig, task: TaskConfig, cores: int | None = None) -> int:
+    """Return how many actors of other nodes a node's learner takes, or would take, unrolls from at most.
+
+    Where nothing is said and the node has actors of its own, they are those of its pipeline's other ranks,
+    should it ever be the first rank of one. Memory of lanes that nobody fills isn't used.
+    """
     algorithm = task.algorithm
     if isinstance(algorithm, RegressionConfig) or not algorithm.remote_actors:
         return 0
     count = node.learner.remote_actors
-    if count == "auto":
-        return (
-            0 if not node.roles else REPLAY_ACTORS if isinstance(algorithm, ReplayOptions) else REMOTE_ACTORS
-        )
-    return count
+    if count != "auto":
+        return count
+    if isinstance(algorithm, ReplayOptions):
+        return REPLAY_ACTORS if node.roles else 0
+    acts = node.actors.count != 0 and (node.actors.count != "auto" or actor_count(node, task, cores) > 0)
+    return REMOTE_ACTORS if node.roles or acts else 0
+
+
+def lanes_for_ranks(node: NodeConfig) -> bool:
+    """Whether lanes for actors of other nodes are for those of its pipeline's other ranks only."""
+    return node.learner.remote_actors == "auto" and not node.roles
 
 
 class StallWatch:

@@ -33,6 +33,7 @@ from p2pdrl.transport.codec import decode
 from p2pdrl.workers.protocol import (
     DataShare,
     LearnerPace,
+    LendActors,
     Others,
     Progress,
     Report,
@@ -325,7 +326,7 @@ class LearnerPool:
             shared_statistics=self._supervisor.requests.learner_mode.shared_statistics,
         )
         for message in self._supervisor.told.values():
-            if not isinstance(message, Others | DataShare):
+            if not isinstance(message, Others | DataShare | LendActors):
                 worker.tell(message)
         if self._share is not None:
             worker.tell(self._part(self._share, number))

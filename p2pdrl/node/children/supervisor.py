@@ -272,6 +272,8 @@ class LearnerSupervisor:
         """Environment steps a second."""
         self.reported_s: float | None = None
         """Monotonic time of the last report."""
+        self.loan = 0
+        """Number of the `LendActors` that the learner has last said it follows."""
 
     @property
     def pid(self) -> int | None:
@@ -675,6 +677,7 @@ class LearnerSupervisor:
         if report.moments:
             self.moments = report.moments
         self.reported_s = now_s
+        self.loan = report.loan
         self._flush()  # it has published, so there may be room for what was posted meanwhile
         self._on_report(report, self.totals.updates - before.updates)
 

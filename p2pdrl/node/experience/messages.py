@@ -89,6 +89,9 @@ class SentUnroll(msgspec.Struct, frozen=True, tag="unroll"):
     environments: Whole
     held: Annotated[int, Meta(ge=-1, lt=2**53)]
     """Version of the newest policy that the sender has; -1 for none."""
+    counted: bool = False
+    """Whether the sender counts its steps and episodes: so does a node that has a learner of its own. What
+    nodes that only act make is counted by the learner."""
 
 
 class UnrollReceipt(msgspec.Struct, frozen=True):

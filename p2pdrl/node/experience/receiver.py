@@ -198,9 +198,16 @@ class ExperienceReceiver(ExperienceRoute):
             episodes=min(sent.episodes, arrays["episode_returns"].size),
             env_steps=env_steps,
             environments=claim.environments,
+            counted=sent.counted,
         )
         lane.running = True  # from now on batches may wait for the next
         return self._policy.answer(sent.held)
+
+    def keep(self, nodes: Collection[str]) -> None:
+        """Free the lanes of all other nodes: they send to another learner from now on."""
+        for number, claim in list(self._claims.items()):
+            if claim.node not in nodes:
+                self._release(number)
 
     def sweep(self, alive: Collection[str]) -> None:
         """Free the lanes of nodes that are gone: nobody waits for their unrolls any more."""

@@ -3,11 +3,15 @@
 To the actors it is their learner: it reads their lanes of the ring, grants them the next unroll once one was
 taken, and writes the policy that they act with. Which learner it is follows from who lives; when that one
 dies, the same unroll goes to the next.
+
+A node whose own learner is a later rank of a pipeline sends to the first rank (`LentActors`): its learner
+leaves it the actors meanwhile, so that there is one who reads a lane and one who writes the policy.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,6 +21,7 @@ import numpy.typing as npt
 from p2pdrl.clock import Clock
 from p2pdrl.config.task import TaskConfig
 from p2pdrl.errors import PeerRefusedError, TensorError, TransportError, WireError
+from p2pdrl.node.accounting.counters import Counts
 from p2pdrl.node.children.actors import ActorPool
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.experience.messages import Enlist, Enlisted, SentUnroll, UnrollReceipt
@@ -27,7 +32,7 @@ from p2pdrl.tensors.unroll_ring import Committed, UnrollLane, UnrollSpec, shares
 from p2pdrl.transport import codec
 from p2pdrl.transport.protocol import Address, Transport
 
-__all__ = ["ExperienceSender"]
+__all__ = ["ExperienceSender", "LentActors"]
 
 RETRY_S = 0.5
 """Before a learner that couldn't be reached, or has no room for more actors, is asked again."""
@@ -35,6 +40,8 @@ FULL_S = (0.002, 0.05)
 """Before an unroll is offered again that there was no room for: at first, and at most."""
 POLL_S = (0.001, 0.02)
 """Between two looks for an unroll: at first, and at most."""
+LOOK_S = 0.2
+"""Between two looks for whom the actors work."""
 
 
 class Post(NamedTuple):
@@ -59,6 +66,8 @@ class ExperienceSender:
         ahead: unrolls that each may make while one is under way.
         named: the name that people gave a node.
         max_bytes: no policy larger than that is taken.
+        counts: told the steps and episodes of each unroll that was taken, where this node counts them; None
+            leaves that to the learner.
     """
 
     def __init__(
@@ -76,7 +85,9 @@ class ExperienceSender:
         clock: Clock,
         events: EventLog,
         max_bytes: int,
+        counts: Callable[[Counts], None] | None = None,
     ) -> None:
+        self._counts = counts
         self._task_hash = task_hash
         self._boot = boot
         self._transport = transport
@@ -121,6 +132,10 @@ class ExperienceSender:
             for number, lane in enumerate(pool.lanes[: len(self._shares)]):
                 group.create_task(self._serve(number, lane), name=f"unrolls of actor {number}")
 
+    def rest(self) -> None:
+        """Work for nobody, once `run` was cancelled; what was under way is sent again where it still lies."""
+        self._post = None
+
     @property
     def works_for(self) -> str:
         """Id of the learner; empty while there is none."""
@@ -164,6 +179,8 @@ class ExperienceSender:
             self.env_steps += found.env_steps
             self._rate.add(found.env_steps, self._taken_s)
             lane.consume()
+            if self._counts is not None:
+                self._counts(Counts(found.env_steps, found.episodes))
 
     async def _next(self, lane: UnrollLane) -> Committed:
         pause_s, most_s = POLL_S
@@ -186,6 +203,7 @@ class ExperienceSender:
                 episodes=found.episodes,
                 environments=found.environments,
                 held=self._held,
+                counted=self._counts is not None,
             )
             try:
                 answer, policy = await self._call(post.learner, post.address, head, found.content)
@@ -259,3 +277,81 @@ class ExperienceSender:
         """Let the actors have a policy, where one came; raises as `keep_policy` does."""
         if policy is not None and self._pool is not None:
             self._held = keep_policy(self._pool.policy, policy)
+
+
+class LentActors:
+    """Has this node's actors work for its pipeline's first rank while its own learner is a later one.
+
+    ask ──► the learner lets go, between two updates ──► sent to the first rank ──► given back
+
+    While a pipeline is formed anew nobody sends, and the actors stay with whom they are.
+
+    Args:
+        sender: sends; the node counts what it has sent.
+        lend: tells the learner the number of a loan, 0 for none; ``loan`` tells which it has last followed.
+        serves: whether the learner computes for another rank; None while that isn't decided.
+        first: tells the first rank of our pipeline, by id, and where that is; None while there is none, or
+            it is this node.
+        asked: told when the actors are to be lent: from then on this node takes no unrolls of others.
+    """
+
+    def __init__(
+        self,
+        sender: ExperienceSender,
+        *,
+        lend: Callable[[int], None],
+        loan: Callable[[], int],
+        serves: Callable[[], bool | None],
+        first: Callable[[], tuple[str, Address] | None],
+        asked: Callable[[], None],
+    ) -> None:
+        self.sender = sender
+        self._lend, self._loan = lend, loan
+        self._serves, self._first = serves, first
+        self._on_asked = asked
+        self._number = 0
+        self.away = False
+        """Whether they are lent, or the learner is asked to lend them."""
+        self.lent = False
+        """Whether the daemon has them."""
+
+    @property
+    def working(self) -> bool:
+        """Whether what they make goes to the first rank."""
+        return self.lent and bool(self.sender.works_for)
+
+    async def run(self, pool: ActorPool) -> None:
+        """Lend them and give them back, for ever."""
+        while True:
+            self._look()
+            first = self._first() if self.lent else None
+            if first is None:
+                await asyncio.sleep(LOOK_S)
+            else:
+                await self._work_for(first, pool)
+
+    def _look(self) -> None:
+        serves = self._serves()
+        if serves and not self.away:
+            self._number += 1
+            self.away = True
+            self._on_asked()
+            self._lend(self._number)
+        elif serves is False and self.away:
+            self.away = self.lent = False
+            self._lend(0)
+        if self.away and self._loan() == self._number:
+            self.lent = True  # a learner that is started again is told the same before its first update
+
+    async def _work_for(self, first: tuple[str, Address], pool: ActorPool) -> None:
+        """Send to a first rank for as long as it is that."""
+        sending = asyncio.create_task(self.sender.run(pool), name="unrolls for the first rank")
+        try:
+            while not sending.done() and self._serves() and self._first() == first:
+                await asyncio.wait([sending], timeout=LOOK_S)
+        finally:
+            sending.cancel()
+            await asyncio.wait([sending])
+            self.sender.rest()
+        with contextlib.suppress(asyncio.CancelledError):
+            sending.result()

@@ -143,8 +143,8 @@ class Meters:
                 registry.set_actors(training.actors.figures())
             if training.receiver is not None:
                 registry.unrolls_total.of("in").advance_to(training.receiver.unrolls)
-            if training.sender is not None:
-                registry.unrolls_total.of("out").advance_to(training.sender.sent)
+            if (sender := training.sender_at_work) is not None:
+                registry.unrolls_total.of("out").advance_to(sender.sent)
             registry.set_pipeline(pipeline_document(training) or {})
         if checkpointer is not None:
             registry.checkpoint_failures_total.advance_to(checkpointer.failures)

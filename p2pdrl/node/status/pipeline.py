@@ -11,7 +11,16 @@ from typing import Any
 from p2pdrl.node.training import Training
 from p2pdrl.strategies.pipeline.strategy import PipelineStrategy
 
-__all__ = ["measured_facts", "pipeline_bubble", "pipeline_document", "serves", "stage_words", "trains"]
+__all__ = [
+    "experience_words",
+    "measured_facts",
+    "pipeline_bubble",
+    "pipeline_document",
+    "serves",
+    "stage_words",
+    "steps_per_s",
+    "trains",
+]
 
 PREFIX = "pipeline_"
 """Of the learner's figures that are about its stage."""
@@ -22,7 +31,7 @@ LONGEST_STAGE = 64
 
 
 def trains(training: Training) -> bool:
-    """Whether the learner makes experience and updates of its own.
+    """Whether the learner makes updates of its own, from experience that is made here or comes here.
 
     Not so under a pipeline, unless it is the first rank of one: then it computes for another, or stands by.
     """
@@ -43,6 +52,35 @@ def serves(training: Training) -> bool:
         return learner.stages.order.rank > 0
     strategy = training.mode.strategy
     return isinstance(strategy, PipelineStrategy) and strategy.figures.standby
+
+
+def steps_per_s(training: Training, now_s: float) -> float:
+    """Environment steps a second that this node counts: its learner's, and its actors' for a first rank."""
+    rate = training.supervisor.speed.rate(now_s)
+    lent = training.lent_actors
+    return rate if lent is None else rate + lent.sender.steps_per_s
+
+
+def experience_words(training: Training) -> str:
+    """Who makes the experience that this node's pipeline learns from, for people; empty without an order."""
+    order, actors, lent = training.supervisor.stages.order, training.actors, training.lent_actors
+    if order is None:
+        return ""
+    own = 0 if actors is None else actors.spec.local
+    acts = f"{own} actor{'s' * (own > 1)}"
+    if order.rank == 0 and not own:
+        return "makes the experience in its learner's process"
+    if order.rank == 0:
+        others = " and of the other ranks'" if lent is not None and order.ranks > 1 else ""
+        return f"takes unrolls of its {acts}{others}"
+    if not own:
+        return "makes no experience: it has no actors (node.actors.count)"
+    if lent is None:
+        name = training.task.algorithm.__struct_config__.tag
+        return f"makes no experience: {name} learns from unrolls of the newest policy only, so from rank 0's"
+    if lent.working:
+        return f"its {acts} work{'s' * (own == 1)} for rank 0"
+    return f"its {acts} wait{'s' * (own == 1)} for rank 0 to take unrolls"
 
 
 def stage_words(training: Training) -> str:
@@ -90,6 +128,7 @@ def pipeline_document(training: Training) -> dict[str, Any] | None:
             "microbatches": order.microbatches,
             "backend": order.backend if order.ranks > 1 else "none",
             "state_every": order.state_every,
+            "experience": experience_words(training),
         }
         measured = _metrics(training)
         document |= {name: value for name, value in measured.items() if name not in KNOWN}

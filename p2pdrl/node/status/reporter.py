@@ -217,7 +217,7 @@ class StatusReporter:
                 else training.sender.policy_version,
                 "consensus_distance": training.mode.strategy.consensus_distance,
                 "device": training.supervisor.device,
-                "steps_per_s": training.supervisor.speed.rate(context.clock.monotonic())
+                "steps_per_s": pipeline.steps_per_s(training, context.clock.monotonic())
                 if training.sender is None
                 else training.sender.steps_per_s,
                 "learner_restarts": training.supervisor.restarts,
@@ -225,6 +225,7 @@ class StatusReporter:
                 "strategy": protocol_of(training.mode.config),
                 "role": str(training.mode.strategy.facts.get("role", ""))[:64],
                 "trains": pipeline.trains(training),
+                "acts": training.lent_actors is not None and training.lent_actors.working,
                 "stage": pipeline.stage_words(training),
                 "bubble": pipeline.pipeline_bubble(training),
             }
@@ -270,14 +271,14 @@ class StatusReporter:
             "state": context.state,
             "members": context.member_counts(),
             "swarm_env_steps": context.progress_tracker.total().env_steps,
-            "swarm_steps_per_s": sum(one.steps_per_s for one in alive if one.trains),
+            "swarm_steps_per_s": sum(one.steps_per_s for one in alive if one.trains or one.acts),
             "episodes": report.episodes,
             "updates": report.updates,
             **{name: getattr(report, name) for name in FIGURES},
             "exchanges": {} if training is None else training.outcomes,
             "accounting": self.accounting(),
             "trains": report.at_work,
-            "collects": report.trains,
+            "collects": report.trains or report.acts,
             "pipeline": None if training is None else pipeline.pipeline_document(training),
             "learner": self._learner(),
             "actors": [] if training is None or training.actors is None else training.actors.figures(),
@@ -314,8 +315,9 @@ class StatusReporter:
                 "policy_version": -1 if training.follower is None else training.follower.version,
                 "state_version": training.policy_version,
             }
-        if training.sender is not None:
-            found["sent"] = training.sender.figures() | {"state_version": training.policy_version}
+        sender = training.sender_at_work
+        if sender is not None:
+            found["sent"] = sender.figures() | {"state_version": training.policy_version}
         return found
 
     def accounting(self) -> dict[str, object]:
@@ -435,7 +437,7 @@ class StatusReporter:
         row["reasons"] = self._reasons(member, report)
         row["training_state"] = None if report is None else report.state
         row["trains"] = member.state == "alive" and report is not None and report.at_work
-        row["collects"] = None if report is None else report.trains
+        row["collects"] = None if report is None else report.trains or report.acts
         row["mode_epoch"] = None if report is None else settings.epoch_of(report.mode_epoch)
         training = self._context.training
         behind = training.policy_version - report.policy_version if report and training else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy.typing as npt
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from p2pdrl.tensors.sidecar import SidecarItem
 
-__all__ = ["Batch", "BatchT", "Source", "on_device"]
+__all__ = ["NOTHING_ELSEWHERE", "Batch", "BatchT", "CountedElsewhere", "Source", "on_device"]
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -48,15 +48,27 @@ class Batch:
 BatchT = TypeVar("BatchT", bound=Batch)
 
 
+class CountedElsewhere(NamedTuple):
+    """How much of a batch other nodes have made, which count it themselves."""
+
+    env_steps: int
+    episodes: int
+
+
+NOTHING_ELSEWHERE = CountedElsewhere(0, 0)
+
+
 class Source(ABC, Generic[BatchT]):
     """Makes or collects batches, one after the other.
 
     Attributes:
         preempted: asked between two steps of the environments: whether the batch is to end early, as far as
             the source can; None never ends one.
+        elsewhere: of the last batch.
     """
 
     preempted: Callable[[], bool] | None = None
+    elsewhere: CountedElsewhere = NOTHING_ELSEWHERE
 
     @abstractmethod
     def next(self) -> BatchT:
@@ -84,6 +96,12 @@ class Source(ABC, Generic[BatchT]):
 
     def publish(self, version: int) -> None:
         """Hand the current parameters, policy version ``version``, to the actors."""
+
+    def lend(self, *, lent: bool) -> None:
+        """Leave the actors of this node to its daemon, or take them back; no effect without actors.
+
+        While they are lent nothing is `ready`, and the source touches neither unrolls nor policy.
+        """
 
     @property
     def position(self) -> int:

@@ -120,7 +120,7 @@ class FakeTraining:
         self.stop_config = self.task.stop
         self.actors = None
         self.learns = True
-        self.receiver = self.sender = self.sampler = self.replay_server = None
+        self.receiver = self.sender = self.sampler = self.replay_server = self.lent_actors = None
         self.holds_replay = False
         self.lineage = "ab" * 8
         self.paused = False
@@ -164,6 +164,10 @@ class FakeTraining:
     @property
     def ready(self) -> bool:
         return self.board is not None and self.board.published_once
+
+    @property
+    def sender_at_work(self) -> Any:
+        return self.sender
 
     async def _use(self, strategy: Any, epoch: int) -> None:
         self.mode.epoch = epoch

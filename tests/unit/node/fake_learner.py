@@ -27,6 +27,9 @@ from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 from p2pdrl.workers import learner
 
+ELSEWHERE = SimpleNamespace(env_steps=0, episodes=0)
+"""Nobody else has made anything of a batch."""
+
 
 class Trainer:
     """Adds one to each of four parameters with every step."""
@@ -77,7 +80,7 @@ class Trainer:
             "total": float(self.total),
             "others": self.others,
         }
-        return SimpleNamespace(env_steps=10, episodes=[(1.0, 10)], metrics=metrics)
+        return SimpleNamespace(env_steps=10, episodes=[(1.0, 10)], metrics=metrics, elsewhere=ELSEWHERE)
 
     def rebind(self, buffer: np.ndarray, *, write: bool) -> None:
         if write:
@@ -126,7 +129,8 @@ class Gradients(Trainer):
         self.total += 1
         self.module.gradients_D.fill_(1.0)
         self.stepper.step(self.optimizer, learning_rate=1.0, max_grad_norm=1e9, samples=self.total, left=0)
-        return SimpleNamespace(env_steps=10, episodes=[], metrics={"life": float(LIFE)})
+        metrics = {"life": float(LIFE)}
+        return SimpleNamespace(env_steps=10, episodes=[], metrics=metrics, elsewhere=ELSEWHERE)
 
 
 def next_life() -> tuple[int, str]:

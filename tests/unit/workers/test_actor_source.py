@@ -334,7 +334,7 @@ class Elsewhere:
         self.lane.started()
         self.lane.running = True
 
-    def act(self):
+    def act(self, *, counted=False):
         """Make an unroll and send it, if the learner lets it; return whether it does."""
         self.own.grant(0)
         if not self.lane.may_begin:
@@ -343,9 +343,8 @@ class Elsewhere:
         found = self.own.peek()
         self.lane.fill(found.environments)[:] = found.content
         facts = found._asdict()
-        self.lane.commit(
-            **{name: facts[name] for name in ("policy_version", "episodes", "env_steps", "environments")}
-        )
+        names = ("policy_version", "episodes", "env_steps", "environments")
+        self.lane.commit(**{name: facts[name] for name in names}, counted=counted)
         self.own.consume()
         return True
 
@@ -413,6 +412,46 @@ def test_lanes_that_nobody_has_come_to_are_not_waited_for(pools, others):
     assert pool.trainer.ready
     pool.step()
     assert pool.source.left_out == 0
+
+
+def test_what_other_nodes_count_is_told_apart(pools, others):
+    task = TaskConfig(env=CARTPOLE, network=MLP, algorithm=ImpalaConfig(unroll_steps=40))
+    pool = pools(task, actors=1, remote=2)
+    counting, other = others(pool, 1, 3, 1), others(pool, 2, 3, 2)
+    pool.trainer.publish()
+    seen = []
+    for far, counted in ((counting, True), (other, False)):
+        assert far.act(counted=counted)
+        stats = pool.step()
+        seen.append((stats.elsewhere.env_steps, stats.elsewhere.episodes))
+        assert stats.episodes
+        assert seen[-1] == ((stats.env_steps, len(stats.episodes)) if counted else (0, 0))
+    assert pool.act(0)
+    assert pool.step().elsewhere == (0, 0)
+
+
+def test_a_learner_that_has_lent_its_actors_touches_nothing_of_theirs(pools, others):
+    task = TaskConfig(env=CARTPOLE, network=MLP, algorithm=ImpalaConfig(unroll_steps=8))
+    pool = pools(task, actors=1, remote=1)
+    far = others(pool, 1, 3, 1)
+    pool.trainer.publish()
+    assert pool.act(0)
+    assert far.act()
+    memory = SharedPolicy(pool.policy, pool.trainer.layout.size, pool.performers[0].obs_shape)
+    written = memory.writes
+    pool.source.lend(lent=True)
+    assert not pool.trainer.ready
+    assert not pool.lanes[1].waiting, "what came from others would be stale by the time that it is read"
+    pool.trainer.publish()
+    assert memory.writes == written
+    pool.lanes[0].consume()  # the daemon has sent it
+    assert not pool.act(0), "nor does it let them begin"
+    pool.source.lend(lent=False)
+    pool.trainer.publish()
+    assert memory.writes == written + 1
+    assert pool.act(0)
+    assert far.act()
+    assert pool.trainer.ready
 
 
 def test_a_stream_that_was_interrupted_begins_anew_in_the_replay(pools, others):

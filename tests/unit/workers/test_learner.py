@@ -20,7 +20,19 @@ from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 from p2pdrl.workers.learner import Learner
-from p2pdrl.workers.protocol import Attach, LearnerPace, Others, Progress, Report, Start, Stop
+from p2pdrl.workers.protocol import (
+    Attach,
+    LearnerPace,
+    LendActors,
+    Others,
+    Progress,
+    Report,
+    Start,
+    Stop,
+)
+
+ELSEWHERE = SimpleNamespace(env_steps=0, episodes=0)
+"""Nobody else has made anything of a batch."""
 
 SPEC = BoardSpec(Layout((TensorEntry("w", (3,)),)), SidecarLayout((SidecarItem("step", (), "int64"),)))
 
@@ -45,7 +57,8 @@ class FakeTrainer:
         self.flat += 1.0
         self._at_step(self.steps)
         episodes = [(float(self.steps), 10)] if self.steps % 2 == 0 else []
-        return SimpleNamespace(env_steps=8, episodes=episodes, metrics={"loss": 1.0 / self.steps})
+        metrics = {"loss": 1.0 / self.steps}
+        return SimpleNamespace(env_steps=8, episodes=episodes, metrics=metrics, elsewhere=ELSEWHERE)
 
     def add_delta(self, delta) -> None:
         self.flat += delta
@@ -120,6 +133,31 @@ def test_it_trains_until_it_is_told_to_stop(world):
     assert [one for report in reports for one in report.returns] == [2.0, 4.0]
     moments = Moments.from_wire(msgspec.msgpack.decode(last.moments["observations"]))
     assert moments.count == 5.0
+
+
+def test_actors_are_lent_and_taken_back_between_two_updates(world):
+    source = world.trainer.source = SimpleNamespace(lent=[])
+    source.lend = lambda *, lent: source.lent.append((world.trainer.steps, lent))
+    world.events = {2: LendActors(7), 4: LendActors(0), 6: Stop()}
+    loans = [(report.updates, report.loan) for report in world.live()]
+    assert source.lent == [(2, True), (4, False)]
+    assert {(2, 7), (4, 0)} <= set(loans)
+    assert not [updates for updates, loan in loans if loan and not 2 <= updates <= 4]
+
+
+def test_steps_that_other_nodes_count_are_not_reported(world):
+    step = world.trainer.step
+
+    def shared():
+        stats = step()
+        stats.elsewhere = SimpleNamespace(env_steps=3, episodes=len(stats.episodes))
+        return stats
+
+    world.trainer.step = shared
+    world.events = {4: Stop()}
+    reports = world.live()
+    assert (reports[-1].env_steps, reports[-1].episodes) == (20, 0)
+    assert [one for report in reports for one in report.returns] == [2.0, 4.0]
 
 
 def test_a_delta_is_added_and_raises_the_version(world):

@@ -22,6 +22,9 @@ from p2pdrl.workers.learner_modes import ModeSwitcher
 from p2pdrl.workers.protocol import LearnerPace, PostedRequest, Report, RequestAnswer, Stop, WorkMode, frame
 from p2pdrl.workers.replica import Replica
 
+ELSEWHERE = SimpleNamespace(env_steps=0, episodes=0)
+"""Nobody else has made anything of a batch."""
+
 SIZE = 3
 SPEC = BoardSpec(Layout((TensorEntry("w", (SIZE,)),)))
 
@@ -48,7 +51,7 @@ class Trainer:
         self.steps += 1
         self.flat += 1.0
         self.at_step(self.steps)
-        return SimpleNamespace(env_steps=8, episodes=[], metrics={})
+        return SimpleNamespace(env_steps=8, episodes=[], metrics={}, elsewhere=ELSEWHERE)
 
     def rebind(self, buffer, *, write) -> None:
         if write:

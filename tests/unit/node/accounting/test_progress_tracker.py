@@ -224,11 +224,12 @@ def test_moments_of_the_others():
     assert others_of(one).count == 40.0
 
 
-def test_moments_wait_until_the_nodes_steps_are_known():
+def test_moments_wait_until_the_steps_behind_them_are_known():
+    """A learner counts samples of other nodes' actors: the bound is what the whole swarm has made."""
     one, two = worked(A, 10), worked(B, 30)
     assert swap(one, two) == 0
     assert swap_all(one, two) == 1
-    two.put_moments({"obs": packed(moments(61))})
+    two.put_moments({"obs": packed(moments(81))})
     assert swap_all(one, two) == 0
     two.credit(Counts(31))
     assert swap_all(one, two) == 1

@@ -6,7 +6,13 @@ import pytest
 
 from p2pdrl.config.node import ActorsConfig, LearnerConfig, NodeConfig
 from p2pdrl.config.task import A2CConfig, DQNConfig, EnvConfig, ImpalaConfig, RegressionConfig, TaskConfig
-from p2pdrl.node.children.actors import STALLED_S, StallWatch, actor_count, remote_actor_count
+from p2pdrl.node.children.actors import (
+    STALLED_S,
+    StallWatch,
+    actor_count,
+    lanes_for_ranks,
+    remote_actor_count,
+)
 
 FOUR = TaskConfig(env=EnvConfig(num_envs=4))
 
@@ -58,6 +64,31 @@ def test_a_regression_has_none():
 def test_actors_of_other_nodes_by_roles_and_algorithm(roles, wanted, algorithm, expected):
     node = NodeConfig(roles=roles, learner=LearnerConfig(remote_actors=wanted))
     assert remote_actor_count(node, TaskConfig(algorithm=algorithm)) == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "cores", "algorithm", "expected"),
+    [
+        (2, 1, ImpalaConfig(), 16),
+        ("auto", 8, ImpalaConfig(), 16),
+        ("auto", 1, ImpalaConfig(), 0),
+        (2, 1, A2CConfig(), 0),
+        (2, 1, DQNConfig(), 0),
+    ],
+)
+def test_a_node_with_actors_has_lanes_for_those_of_its_pipelines_other_ranks(
+    count, cores, algorithm, expected
+):
+    node, task = NodeConfig(actors=ActorsConfig(count=count)), TaskConfig(algorithm=algorithm)
+    assert remote_actor_count(node, task, cores) == expected
+    assert lanes_for_ranks(node)
+
+
+@pytest.mark.parametrize(
+    "node", [NodeConfig(roles=("learner", "actor")), NodeConfig(learner=LearnerConfig(remote_actors=3))]
+)
+def test_lanes_that_were_asked_for_are_for_nodes_that_only_act_too(node):
+    assert not lanes_for_ranks(node)
 
 
 def looks(watch, seconds, committed=5, *, may_begin=True):

@@ -15,7 +15,7 @@ from p2pdrl.errors import PeerRefusedError
 from p2pdrl.node.children.actors import ActorPool
 from p2pdrl.node.experience.messages import ROUTE, Enlist, Enlisted, SentUnroll, UnrollReceipt, learner_of
 from p2pdrl.node.experience.receiver import ExperienceReceiver
-from p2pdrl.node.experience.sender import ExperienceSender
+from p2pdrl.node.experience.sender import LOOK_S, ExperienceSender, LentActors
 from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.tensors.layout import Layout, TensorEntry
 from p2pdrl.tensors.shared_policy import ActingPolicy, SharedPolicy
@@ -63,6 +63,8 @@ class LearnerNode:
         self.transport.serve(ROUTE, self.receiver.answer, max_vector_bytes=1 << 20)
         self.version = 0
         self.read = []
+        self.counted = []
+        """Steps of each unroll, where its node counts them; else 0."""
 
     def close(self):
         self.pool.close()
@@ -79,6 +81,7 @@ class LearnerNode:
         found = [(lane, one) for lane in self.pool.lanes if (one := lane.peek()) is not None]
         for lane, one in found:
             self.read.append((float(one.arrays["obs"][0, 0, 0]), one.policy_version, one.life))
+            self.counted.append(one.env_steps if one.counted else 0)
             lane.consume()
         if found:
             self.version += 1
@@ -89,7 +92,7 @@ class LearnerNode:
 class ActorNode:
     """A node that acts: its processes are coroutines here."""
 
-    def __init__(self, world, number, actors=2, learner=None):
+    def __init__(self, world, number, actors=2, learner=None, counts=None):
         self.id = f"{number:032x}"
         self.address = Address("10.0.0.1", 7000 + number)
         self.transport = world.network.join(self.id, self.address)
@@ -110,6 +113,7 @@ class ActorNode:
             clock=world.clock,
             events=world.events,
             max_bytes=1 << 20,
+            counts=counts,
         )
         self.made = 0
         self.seen = []
@@ -398,3 +402,109 @@ def test_learners_have_as_many_actors_each_as_can_be():
     assert learner_of("a0", actors, []) is None
     without = [learner_of(me, actors, learners[1:]) for me in actors]
     assert sorted(map(without.count, learners)) == [0, 3, 4]
+
+
+class RankNode(ActorNode):
+    """A later rank of a pipeline; what its learner has last said about its actors is set by hand."""
+
+    def __init__(self, world, number, learner=None):
+        self.counts = []
+        super().__init__(world, number, learner=learner, counts=self.counts.append)
+        self.serves, self.loan, self.lends, self.asked = True, 0, [], 0
+        self.lent_actors = LentActors(
+            self.sender,
+            lend=self.lends.append,
+            loan=lambda: self.loan,
+            serves=lambda: self.serves,
+            first=lambda: None if self.works_for is None else (self.works_for.id, self.works_for.address),
+            asked=self._ask,
+        )
+        self.pool.open(UnrollSpec(ITEMS, (2, 2, 4), 2, 1), BOARD)
+
+    def _ask(self):
+        self.asked += 1
+
+    async def run(self):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.lent_actors.run(self.pool))
+            for lane in self.pool.lanes[:-1]:
+                group.create_task(self._act(lane))
+
+    def counted(self):
+        return sum(one.env_steps for one in self.counts)
+
+
+async def test_a_later_ranks_actors_work_for_the_first_once_its_learner_has_let_go(world):
+    first = await world.add(LearnerNode, 1)
+    first.publish()
+    node = await world.add(RankNode, 2, learner=first)
+    world.start(node.run())
+    await asyncio.sleep(5)
+    assert (node.lends, node.asked, node.lent_actors.away, node.lent_actors.lent) == ([1], 1, True, False)
+    assert not first.receiver.claims
+    assert node.made == 0, "its learner has let nobody begin"
+    node.loan = 1
+    await learn(first, 20)
+    assert node.lent_actors.working
+    assert sum(first.counted) <= node.counted() == 8 * node.sender.sent
+    assert min(first.counted) == 8
+    assert node.seen[-1] >= first.version - 3
+
+
+async def test_nobody_sends_while_a_pipeline_is_formed_and_the_actors_stay_lent(world):
+    first, second = await world.add(LearnerNode, 1), await world.add(LearnerNode, 3)
+    for learner in (first, second):
+        learner.publish()
+    node = await world.add(RankNode, 2, learner=first)
+    node.loan = 1
+    world.start(node.run())
+    await learn(first, 5)
+    node.works_for, node.serves = None, None
+    await asyncio.sleep(2 * LOOK_S + 1)
+    sent = node.sender.sent
+    await asyncio.sleep(5)
+    assert (node.sender.sent, node.lent_actors.lent, node.lent_actors.working) == (sent, True, False)
+    node.works_for, node.serves = second, True
+    await learn(second, 5)
+    assert node.lends == [1]
+    assert node.counted() == 8 * node.sender.sent
+    assert min(second.counted) == 8
+
+
+async def test_actors_are_given_back_to_a_learner_that_learns_again(world):
+    first = await world.add(LearnerNode, 1)
+    first.publish()
+    node = await world.add(RankNode, 2, learner=first)
+    node.loan = 1
+    world.start(node.run())
+    await learn(first, 5)
+    node.serves = False
+    await asyncio.sleep(2 * LOOK_S)
+    assert node.lends == [1, 0]
+    assert (node.lent_actors.away, node.lent_actors.lent) == (False, False)
+    writes = node.pool.policy.version
+    sent = node.sender.sent
+    node.serves = True  # and the learner has yet to hear of it: what it said of the first loan is no answer
+    first.learn()
+    await asyncio.sleep(5)
+    assert (node.sender.sent, node.pool.policy.version) == (sent, writes)
+    assert (node.lends, node.lent_actors.lent) == ([1, 0, 2], False)
+    node.loan = 2
+    await learn(first, 5)
+    assert node.sender.sent > sent
+
+
+async def test_lanes_of_nodes_that_send_elsewhere_are_free(world):
+    first = await world.add(LearnerNode, 1, remote=2)
+    first.publish()
+    node = await world.add(RankNode, 2, learner=first)
+    node.loan = 1
+    world.start(node.run())
+    await learn(first, 3)
+    first.receiver.keep({node.id})
+    assert len(first.receiver.claims) == 2
+    first.receiver.keep(())
+    assert not first.receiver.claims
+    assert not any(lane.running for lane in first.pool.lanes)
+    await learn(first, 3)  # it enlists anew
+    assert len(first.receiver.claims) == 2

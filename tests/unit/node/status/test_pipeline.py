@@ -75,8 +75,41 @@ def test_a_stage_tells_its_order_and_its_figures(training, enter):
         "generation": 3, "rank": 1, "ranks": 2, "stage": [2],
         "stages": 2, "blocks": [[2, 4]], "schedule": "1f1b", "microbatches": 2.0, "backend": "stream",
         "state_every": 10, "bubble": 0.25, "step_s": 0.1,
+        "experience": "makes no experience: it has no actors (node.actors.count)",
     }  # fmt: skip
     msgspec.json.encode(document)
+
+
+@pytest.mark.parametrize(
+    ("rank", "actors", "lent", "words"),
+    [
+        (0, 0, None, "makes the experience in its learner's process"),
+        (0, 2, None, "takes unrolls of its 2 actors"),
+        (0, 1, False, "takes unrolls of its 1 actor and of the other ranks'"),
+        (1, 1, True, "its 1 actor works for rank 0"),
+        (1, 2, False, "its 2 actors wait for rank 0 to take unrolls"),
+        (
+            1,
+            2,
+            None,
+            "makes no experience: ppo learns from unrolls of the newest policy only, so from rank 0's",
+        ),
+    ],
+)
+def test_who_makes_the_experience(figures, training, enter, rank, actors, lent, words):
+    """Without lanes for other ranks (``lent`` is None) a later rank has nobody to act for."""
+    enter(order(rank))
+    if actors:
+        training.actors = SimpleNamespace(spec=SimpleNamespace(local=actors), figures=list, pids=())
+    if lent is not None:
+        sender = SimpleNamespace(steps_per_s=50.0)
+        training.lent_actors = SimpleNamespace(working=lent, sender=sender)
+    assert pipeline_document(training)["experience"] == words
+    report = figures.report()
+    assert (report.acts, report.steps_per_s) == (bool(lent), 0.0 if lent is None else 50.0)
+    status = figures.status()
+    assert status["collects"] == (rank == 0 or bool(lent))
+    assert status["swarm_steps_per_s"] == (report.steps_per_s if status["collects"] else 0.0)
 
 
 def test_several_stages_of_one_rank(training, enter):
