@@ -106,7 +106,7 @@ def main() -> None:
     rows: dict[str, dict[str, list[float]]] = {way: {} for way in WAYS}
     loads = []
     with LocalSwarm(given.nodes, arguments) as swarm:
-        swarm.ready()
+        swarm.ready(300.0)
         for _ in range(given.windows):
             for way, (mode, options) in WAYS.items():
                 servers = {} if mode == "local" else {"servers": given.servers}

@@ -404,6 +404,9 @@ class DQNConfig(
     loss: Literal["huber", "squared"] = "huber"
     """What is minimised of an error δ: ``squared`` is ½δ²; ``huber`` is the same up to 1 and grows linearly
     beyond, so that its gradient is clipped (Mnih 2015)."""
+    outlier_deviations: NonNegative = 0.0
+    """Leave out a gradient whose loss is more than so many standard deviations above the running mean of the
+    learner's losses (Nair 2015, arXiv 1507.04296, section 4.3); 0 uses all."""
     exploration: Literal["schedule", "ladder"] = "schedule"
     """``schedule``: one ε for all, which falls; ``ladder``: each of a node's N environments keeps an ε of its
     own, base^(1 + exponent · i / (N − 1)), from much to hardly any (Horgan 2018, arXiv 1803.00933)."""

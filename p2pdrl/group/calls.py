@@ -135,8 +135,11 @@ class HeldCalls:
                     timeout.observe(self._clock.monotonic() - began_s)
                     return answer
             finally:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)  # reads what it raised, too
+                if not task.done():
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+                elif not task.cancelled():
+                    task.exception()  # read, also when we are cancelled just as it failed
             self.lost += 1
             if once:
                 raise PeerTimeoutError(f"the call of {route} to {peer}, or its answer, was lost")

@@ -99,7 +99,12 @@ class Learner:
         self._mailbox = mailbox
         self._replica = Replica(trainer, board)
         self._mode_switcher = ModeSwitcher(
-            trainer, self._replica, say=self._say, listen=self._listen, paused=lambda: self._paused
+            trainer,
+            self._replica,
+            say=self._say,
+            listen=self._listen,
+            report=self._report_now,
+            paused=lambda: self._paused,
         )
         self._stage_runner = StageRunner(
             trainer,
@@ -318,7 +323,12 @@ class Learner:
         due = time.monotonic() >= self._reported_s + (
             PAUSED_REPORT_INTERVAL_S if quiet else REPORT_INTERVAL_S
         )
-        if due and not self._mailbox.backlog:
+        if due:
+            self._report_now()
+
+    def _report_now(self) -> None:
+        """Report, unless an earlier report waits for room in the socket."""
+        if not self._mailbox.backlog:
             self._report()
 
     def _report(self) -> None:

@@ -41,6 +41,7 @@ class ModeRequests:
         first: number of the first request.
         say: sends a message to the daemon.
         listen: reads messages, up to so many seconds long, obeys them, and reports when that is due.
+        report: reports at once.
         paused: whether the learner is paused.
         clock: seconds, monotonic.
     """
@@ -52,12 +53,14 @@ class ModeRequests:
         first: int,
         say: Callable[[PostedRequest], None],
         listen: Callable[[float], None],
+        report: Callable[[], None],
         paused: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._work = work
         self._say = say
         self._listen = listen
+        self._report = report
         self._paused = paused
         self._clock = clock
         self._open: dict[int, int] = {}
@@ -129,7 +132,8 @@ class ModeRequests:
         """Take from the board what an answer spoke of, and publish.
 
         Where the board's slot was in use when the strategy wrote it, it arrives a little later: after the
-        learner's next publication and report.
+        learner's next publication, and the report by which the daemon learns of that. Nobody waits for the
+        time at which that report would be due.
         """
 
         def caught_up() -> bool:
@@ -137,7 +141,9 @@ class ModeRequests:
             replica.publish()
             return replica.taken_id >= content
 
-        self._wait_until(caught_up, FLUSH_LIMIT_S, FLUSH_POLL_S)
+        if not caught_up():
+            self._report()
+            self._wait_until(caught_up, FLUSH_LIMIT_S, FLUSH_POLL_S)
 
     def _wait_until(self, done: Callable[[], bool], limit_s: float, poll_s: float) -> bool:
         while not done():
@@ -156,6 +162,7 @@ class ModeSwitcher:
     Args:
         say: sends a request to the daemon.
         listen: reads messages, up to so many seconds long, obeys them, and reports when that is due.
+        report: reports at once.
         paused: whether the learner is paused.
     """
 
@@ -166,12 +173,14 @@ class ModeSwitcher:
         *,
         say: Callable[[PostedRequest], None],
         listen: Callable[[float], None],
+        report: Callable[[], None],
         paused: Callable[[], bool],
     ) -> None:
         self._trainer = trainer
         self._replica = replica
         self._say = say
         self._listen = listen
+        self._report = report
         self._paused = paused
         self._own_stepper: Stepper | None = None
         self._regions: list[SharedRegion] = []
@@ -256,7 +265,14 @@ class ModeSwitcher:
             requests.take_set(self._replica, due[-1])
 
     def _open_requests(self, work: WorkMode, first: int) -> ModeRequests:
-        return ModeRequests(work, first=first, say=self._say, listen=self._listen, paused=self._paused)
+        return ModeRequests(
+            work,
+            first=first,
+            say=self._say,
+            listen=self._listen,
+            report=self._report,
+            paused=self._paused,
+        )
 
     def _share(self, work: WorkMode, regions: list[SharedRegion]) -> None:
         """Move the parameters onto the shared vector, or back into memory of the learner's own."""

@@ -108,6 +108,14 @@ class Loss(Generic[Outputs]):
         """Compute the mean gradient; return the objective's terms, as means over the batch's rows."""
         return self.engine.gradients(batch, self.objective)
 
+    def spoil(self) -> None:
+        """Have the gradient that was computed left out: as one that isn't finite, which no stepper uses.
+
+        The stepper still gets it, for others may wait for a word of this learner's.
+        """
+        for _, gradients_D in self.optimizer.span.pieces:
+            gradients_D.fill_(float("nan"))
+
     def apply(self, learning_rate: float, *, samples: int, left: int = 0) -> float:
         """Hand the gradient to the stepper; return its norm, infinite or NaN when the step was skipped.
 

@@ -8,6 +8,9 @@
 | noisy networks (Fortunato 2018, arXiv 1706.10295) | ``task.network.noisy`` | explores without ε |
 | prioritized replay (Schaul 2016, arXiv 1511.05952) | ``prioritized`` | P ∝ (|δ| + ε)^α, weights (N P)^−β |
 
+Where ``outlier_deviations`` is set, gradients of extraordinary losses are left out (Nair 2015, arXiv
+1507.04296, section 4.3).
+
 With δ = R + γ^k (1 − terminated) Q(s′, a*; θ⁻) − Q(s, a; θ), each gradient is that of the mean over a
 minibatch of w · huber(δ), or w · ½δ². ``trainer`` calls ``update`` once for each unroll that the source has
 appended to the memory; it makes ``gradient_steps`` steps. With noisy networks each of them draws noise for
@@ -45,7 +48,37 @@ from p2pdrl.rl.q_network import QNetwork
 from p2pdrl.rl.sources.replay import ReplayBatch, Transitions
 from p2pdrl.tensors.optimizers import Adam
 
-__all__ = ["DQN", "QObjective"]
+__all__ = ["DQN", "LossOutliers", "QObjective"]
+
+OUTLIER_MEMORY = 0.99
+"""Part of the running mean, and of the variance, of losses that one more leaves."""
+OUTLIERS_FROM = 100
+"""Losses that have to be seen before any of them is an outlier."""
+
+
+class LossOutliers:
+    """Tells which losses are far above the running mean of all before them, by an exponential average.
+
+    Args:
+        deviations: standard deviations above the mean from which a loss is an outlier; 0: none is.
+    """
+
+    def __init__(self, deviations: float) -> None:
+        self._deviations = deviations
+        self._count = 0
+        self._mean = self._variance = 0.0
+
+    def found(self, loss: float) -> bool:
+        """Count a loss in, and tell whether it is an outlier among those before."""
+        if not self._deviations or not math.isfinite(loss):
+            return False
+        off = loss - self._mean
+        far = off > self._deviations * math.sqrt(self._variance) and self._count >= OUTLIERS_FROM
+        self._count += 1
+        new = max(1.0 - OUTLIER_MEMORY, 1.0 / self._count)  # at first the plain mean over all
+        self._mean += new * off
+        self._variance = (1.0 - new) * (self._variance + new * off**2)
+        return far
 
 
 @dataclass(frozen=True)
@@ -113,6 +146,7 @@ class DQN(Algorithm[ReplayBatch]):
         self._epsilon = LinearSchedule(
             config.exploration_start, config.exploration_end, config.exploration_steps
         )
+        self._outliers = LossOutliers(config.outlier_deviations)
 
     @property
     def exploration(self) -> float:
@@ -129,17 +163,20 @@ class DQN(Algorithm[ReplayBatch]):
         self._target.follow(self.env_steps)
         totals = torch.zeros(QObjective.terms)
         norms = 0.0
-        steps = skipped = 0
+        steps = skipped = outliers = 0
         times = batch.updates(config.gradient_steps) if batch.enough(config.learning_starts) else 0
         for part, drawn in self._minibatches(batch, times, beta):
             self._draw_noise(self._policy)
-            terms = self._loss.gradients(part)
+            terms = self._loss.gradients(part).cpu()
+            if self._outliers.found(float(terms[0])):
+                outliers += 1
+                self._loss.spoil()
             steps += 1
             left = times - steps
             norm = self._loss.apply(learning_rate, samples=part.rows, left=left)
             batch.update_priorities(drawn, part.targets["errors"])
             self._target.track()
-            totals += terms.cpu()
+            totals += terms
             if math.isfinite(norm):
                 norms += norm
             else:
@@ -157,6 +194,7 @@ class DQN(Algorithm[ReplayBatch]):
             "learning_rate": learning_rate,
             "gradient_steps": float(steps - skipped),
             "skipped_steps": float(skipped),
+            "outlier_losses": float(outliers),
         }
 
     def _draw_noise(self, network: QNetwork) -> None:

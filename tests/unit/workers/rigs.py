@@ -66,6 +66,7 @@ class Rig:
         self.ends_at: int | None = None
         """Number of the post whose answer ends the update."""
         self.now_s = 0.0
+        self.reports = 0
         self.paused = False
         spec = BoardSpec(self.trainer.module.layout)
         ring_nbytes = GradientRing.nbytes_of(learner_mode.slots, SIZE)
@@ -78,6 +79,7 @@ class Rig:
             first=1,
             say=self.say,
             listen=self.listen,
+            report=self.report,
             paused=lambda: self.paused,
             clock=lambda: self.now_s,
         )
@@ -101,6 +103,10 @@ class Rig:
                 self.posts.hear(
                     RequestAnswer(posted.number, EPOCH, kind, content, self.told_rate, end_update=ends)
                 )
+
+    def report(self) -> None:
+        """The daemon hears of it at once, and moves what it gathered to the board's slot."""
+        self.reports += 1
         self.board.flush()
 
     def step(

@@ -306,7 +306,14 @@ def test_learners_share_their_optimizers_state_where_asked_to():
     task = TaskConfig(algorithm=RegressionConfig(optimizer="adam", features=4, rows=16))
     trainers = [build_trainer(task, seed, "cpu") for seed in (1, 2)]
     first, helper = (
-        ModeSwitcher(trainer, Replica(trainer, None), say=print, listen=print, paused=lambda: False)
+        ModeSwitcher(
+            trainer,
+            Replica(trainer, None),
+            say=print,
+            listen=print,
+            report=lambda: None,
+            paused=lambda: False,
+        )
         for trainer in trainers
     )
     trainers[0].step()

@@ -145,6 +145,7 @@ def test_a_set_that_had_to_wait_for_room_on_the_board(rig):
     it.step([1, 1, 1])
     assert (it.x, it.replica.version) == ([50.0] * 3, 60)
     assert it.board.absorbed
+    assert (it.reports, it.now_s) == (1, posts_module.POLL_S)  # it waits for the answer, not for room
 
 
 def test_deltas_are_taken_after_the_step(rig):

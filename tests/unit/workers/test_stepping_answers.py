@@ -80,7 +80,12 @@ def test_ppo_through_it_is_ppo_to_the_bit(kind):
         posts.hear(RequestAnswer(posted.number, EPOCH, kind))
 
     posts = ModeRequests(
-        WorkMode(WAIT, EPOCH), first=1, say=answer, listen=lambda _: None, paused=lambda: False
+        WorkMode(WAIT, EPOCH),
+        first=1,
+        say=answer,
+        listen=lambda _: None,
+        report=lambda: None,
+        paused=lambda: False,
     )
     replica = Replica(posting, LearnerBoard(regions[0], spec))
     posting.stepper = RequestStepper(WAIT, posts, replica, GradientRing(regions[1], 1, size))
@@ -130,7 +135,12 @@ def test_ppo_leaves_out_what_an_answer_ends(rig):
         posts.hear(RequestAnswer(posted.number, EPOCH, "replace", end_update=posted.number == 3))
 
     posts = ModeRequests(
-        WorkMode(WAIT, EPOCH), first=1, say=answer, listen=lambda _: None, paused=lambda: False
+        WorkMode(WAIT, EPOCH),
+        first=1,
+        say=answer,
+        listen=lambda _: None,
+        report=lambda: None,
+        paused=lambda: False,
     )
     replica = Replica(trainer, LearnerBoard(regions[0], spec))
     trainer.stepper = RequestStepper(WAIT, posts, replica, GradientRing(regions[1], 1, size))

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from p2pdrl.config.task import DQNConfig, NetworkConfig
-from p2pdrl.rl.algorithms.dqn import DQN, QObjective
+from p2pdrl.rl.algorithms.dqn import DQN, OUTLIERS_FROM, LossOutliers, QObjective
 from p2pdrl.rl.engines import EngineOptions, make_engine, policy_forward
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.flat import FlatModule
@@ -284,3 +285,33 @@ def test_the_squared_loss_is_half_the_mean_of_the_squares():
     loss, _ = QObjective(squared=True).over(2)(values, targets)
     assert float(loss) == (4.0**2 + 2.0**2) / (2 * 2)
     assert targets["errors"].tolist() == [4.0, 2.0]
+
+
+def test_outliers_are_losses_far_above_the_mean_of_those_before():
+    losses = np.random.default_rng(2).uniform(1.0, 2.0, OUTLIERS_FROM)
+    limit = losses.mean() + 3.0 * losses.std()
+    for loss, far in [(limit - 1e-6, False), (limit + 1e-6, True), (0.0, False), (float("nan"), False)]:
+        outliers = LossOutliers(3.0)
+        assert not any(map(outliers.found, losses))
+        assert outliers.found(loss) == far
+    young = LossOutliers(3.0)
+    assert not any(map(young.found, losses[:-1]))
+    assert not young.found(100.0)
+    assert not any(map(LossOutliers(0.0).found, [*losses, 100.0]))
+
+
+def test_the_gradient_of_an_outlier_is_left_out():
+    usual = [transitions(seed) for seed in range(OUTLIERS_FROM)]
+    odd = transitions(1)
+    odd.returns_B.mul_(1e4)
+    config = DQNConfig(outlier_deviations=6.0, gradient_steps=len(usual), learning_starts=1, batch_size=6)
+    algorithm, _, flat = make(config)
+    assert algorithm.update(batch_of(FixedDraws(*usual)))["outlier_losses"] == 0.0
+    before = flat.numpy().copy()
+    algorithm._config = replace(config, gradient_steps=1)
+    metrics = algorithm.update(batch_of(FixedDraws(odd)))
+    assert (metrics["outlier_losses"], metrics["skipped_steps"], metrics["gradient_steps"]) == (1.0, 1.0, 0.0)
+    np.testing.assert_array_equal(flat.numpy(), before)
+    metrics = algorithm.update(batch_of(FixedDraws(usual[0])))
+    assert (metrics["outlier_losses"], metrics["gradient_steps"]) == (0.0, 1.0)
+    assert (flat.numpy() != before).any()
