@@ -57,6 +57,7 @@ FIELDS = (
     *("best", "last", "worst_after", "busy", "commit", "command", "curve", "course"),
 )
 SAMPLE_S = 1.0
+START_S = 300.0
 POLL_S = 0.5
 QUIET_S = 2.0
 QUIET_SHARE = 0.15
@@ -256,7 +257,7 @@ def run(name: str, system: System, seed: int, yard: Yardstick) -> dict[str, Any]
     }
 
 
-def begin(swarm: LocalSwarm, timeout_s: float = 180.0) -> None:
+def begin(swarm: LocalSwarm, timeout_s: float = START_S) -> None:
     """Hold the swarm from its first moment until all nodes are there; then let it go.
 
     Raises:
@@ -495,27 +496,36 @@ def main() -> int:
         arguments.task, arguments.goal, arguments.nodes, arguments.pace_ms / 1000, arguments.budget_s,
         arguments.after_s, arguments.every, arguments.episodes,
     )  # fmt: skip
+    failed: list[str] = []
     if not arguments.table_only:
         systems = {name: system for name, system in systems.items() if name not in arguments.leave_out}
-        measure(file, systems, arguments.seeds, yard)
+        failed = measure(file, systems, arguments.seeds, yard)
     rows = [row for row in file.read() if row["task"] == yard.task]
     lines = table(rows)
     print("\n".join(lines))
     (arguments.out / "table.md").write_text("\n".join(lines) + "\n")
     if rows and importlib.util.find_spec("matplotlib") is not None:
         draw(rows, arguments.out / "curves.png")
-    return 0
+    if failed:
+        print(f"not run, as their nodes didn't come up: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
 
 
-def measure(file: Rows, systems: Mapping[str, System], seeds: Sequence[int], yard: Yardstick) -> None:
-    """Run each system that isn't in the file yet with each seed."""
+def measure(file: Rows, systems: Mapping[str, System], seeds: Sequence[int], yard: Yardstick) -> list[str]:
+    """Run each system that isn't in the file yet with each seed; return those that didn't come up."""
+    failed = []
     command, at_commit = command_line(), commit()
     done = {(row["system"], row["task"], row["seed"]) for row in file.read()}
     for seed in seeds:
         for name, system in systems.items():
             if (name, yard.task, str(seed)) in done:
                 continue
-            row = run(name, system, seed, yard)
+            try:
+                row = run(name, system, seed, yard)
+            except SystemExit as error:  # the swarm has said why; the others may do better
+                print(f"{name}, seed {seed}: {error}", file=sys.stderr, flush=True)
+                failed.append(name)
+                continue
             file.add(row | {"commit": at_commit, "command": command})
             said = f"goal after {row['goal_s']} s" if row["goal_s"] else f"not in {row['seconds']:.0f} s"
             print(
@@ -524,6 +534,7 @@ def measure(file: Rows, systems: Mapping[str, System], seeds: Sequence[int], yar
                 file=sys.stderr,
                 flush=True,
             )
+    return failed
 
 
 if __name__ == "__main__":
