@@ -28,8 +28,8 @@ def script(monkeypatch):
 @pytest.fixture
 def yard(script):
     return script.Yardstick(
-        task="CartPole-v1", goal=475.0, nodes=3, pace_s=0.002, budget_s=60, after_s=5, every=10_000, episodes=20
-    )  # fmt: skip
+        "CartPole-v1", 475.0, 3, pace_s=0.002, budget_s=60, after_s=5, every=10_000, episodes=20
+    )
 
 
 def course_of(script, evaluations):
