@@ -21,7 +21,8 @@ says so.
     worst_after          the least evaluation after the goal
 
 Rows are added to OUT/runs.csv as they come, with commit and command; a system that is there isn't run again
-with the same seed, task and nodes. `--table-only` reads them.
+with the same seed and task. All rows of a task are of one pace, goal and number of nodes. `--table-only`
+reads them.
 
     python scripts/compare_systems.py --seeds 51 --out docs/results/systems
     python scripts/compare_systems.py --only a3c downpour --seeds 51 52 --out docs/results/systems
@@ -133,6 +134,14 @@ class Yardstick:
     after_s: float
     every: int
     episodes: int
+
+    def measured(self, row: Mapping[str, str]) -> bool:
+        """Tell whether a row is of these terms, or of another task."""
+        if row["task"] != self.task:
+            return True
+        nodes = 1 if row["system"] in SYSTEMS and SYSTEMS[row["system"]].alone else self.nodes
+        terms = (float(row["pace_ms"]), float(row["goal"]), int(row["nodes"]))
+        return terms == (1000 * self.pace_s, self.goal, nodes)
 
 
 @dataclass
@@ -421,7 +430,7 @@ def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
     )  # fmt: skip
     for line, family in zip(axes, families, strict=True):
         names = [name for name in systems if family_of(name) == family]
-        for name, colour in zip(names, COLOURS, strict=False):
+        for name, colour in zip(names, COLOURS * len(names), strict=False):
             for number, row in enumerate(systems[name]):
                 curve, course = json.loads(row["curve"]), json.loads(row["course"])
                 label = None if number else name
@@ -497,6 +506,8 @@ def main() -> int:
         arguments.after_s, arguments.every, arguments.episodes,
     )  # fmt: skip
     failed: list[str] = []
+    if not (arguments.table_only or all(map(yard.measured, file.read()))):
+        parser.error(f"{arguments.out} has rows of another pace, goal or number of nodes; take another --out")
     if not arguments.table_only:
         systems = {name: system for name, system in systems.items() if name not in arguments.leave_out}
         failed = measure(file, systems, arguments.seeds, yard)

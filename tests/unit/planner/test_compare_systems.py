@@ -166,6 +166,40 @@ def test_any_preset_may_take_part_and_nothing_else(script):
         script.chosen(["impalla"])
 
 
+def test_what_is_there_is_not_run_again_and_what_does_not_come_up_is_passed_over(
+    script, yard, tmp_path, monkeypatch
+):
+    file = script.Rows(tmp_path / "runs.csv", script.FIELDS)
+    asked = []
+
+    def run(name, system, seed, yard):
+        asked.append((name, seed))
+        if name == "gala":
+            raise SystemExit("after 300 s still not: all nodes are there")
+        return row_of(script, name, seed) | {"env_steps": 10_000, "seconds": 10.0, "busy": 0.4}
+
+    monkeypatch.setattr(script, "run", run)
+    systems = {name: script.SYSTEMS[name] for name in ("sgp", "gala", "impala")}
+    assert script.measure(file, {"sgp": systems["sgp"]}, [51], yard) == []
+    assert script.measure(file, systems, [51, 52], yard) == ["gala", "gala"]
+    assert asked == [("sgp", 51), ("gala", 51), ("impala", 51), ("sgp", 52), ("gala", 52), ("impala", 52)]
+    rows = file.read()
+    assert [(row["system"], row["seed"]) for row in rows] == [
+        ("sgp", "51"), ("impala", "51"), ("sgp", "52"), ("impala", "52"),
+    ]  # fmt: skip
+    assert all(row["commit"] and row["command"].startswith("python ") for row in rows)
+
+
+def test_rows_of_other_terms_do_not_mix(script, yard):
+    row = row_of(script, "sgp", 51, pace_ms=2.0)
+    assert yard.measured(row)
+    assert not yard.measured(row | {"pace_ms": "1.0"})
+    assert not yard.measured(row | {"nodes": "4"})
+    assert not yard.measured(row | {"goal": "195.0"})
+    assert yard.measured(row | {"task": "Acrobot-v1", "pace_ms": "1.0"})
+    assert yard.measured(row_of(script, "one node", 51, pace_ms=2.0, nodes=1))
+
+
 @pytest.mark.slow
 def test_a_system_is_run_once_and_then_read(tmp_path):
     command = [sys.executable, SCRIPTS / "compare_systems.py", "--only", "impala", "--out", tmp_path]
