@@ -21,7 +21,8 @@ says so.
     worst_after          the least evaluation after the goal
 
 Rows are added to OUT/runs.csv as they come, with commit and command; a system that is there isn't run again
-with the same seed, task and nodes. `--table-only` reads them.
+with the same seed and task. All rows of a task are of one pace, goal and number of nodes. `--table-only`
+reads them.
 
     python scripts/compare_systems.py --seeds 51 --out docs/results/systems
     python scripts/compare_systems.py --only a3c downpour --seeds 51 52 --out docs/results/systems
@@ -57,6 +58,7 @@ FIELDS = (
     *("best", "last", "worst_after", "busy", "commit", "command", "curve", "course"),
 )
 SAMPLE_S = 1.0
+START_S = 300.0
 POLL_S = 0.5
 QUIET_S = 2.0
 QUIET_SHARE = 0.15
@@ -132,6 +134,14 @@ class Yardstick:
     after_s: float
     every: int
     episodes: int
+
+    def measured(self, row: Mapping[str, str]) -> bool:
+        """Tell whether a row is of these terms, or of another task."""
+        if row["task"] != self.task:
+            return True
+        nodes = 1 if row["system"] in SYSTEMS and SYSTEMS[row["system"]].alone else self.nodes
+        terms = (float(row["pace_ms"]), float(row["goal"]), int(row["nodes"]))
+        return terms == (1000 * self.pace_s, self.goal, nodes)
 
 
 @dataclass
@@ -256,7 +266,7 @@ def run(name: str, system: System, seed: int, yard: Yardstick) -> dict[str, Any]
     }
 
 
-def begin(swarm: LocalSwarm, timeout_s: float = 180.0) -> None:
+def begin(swarm: LocalSwarm, timeout_s: float = START_S) -> None:
     """Hold the swarm from its first moment until all nodes are there; then let it go.
 
     Raises:
@@ -420,7 +430,7 @@ def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
     )  # fmt: skip
     for line, family in zip(axes, families, strict=True):
         names = [name for name in systems if family_of(name) == family]
-        for name, colour in zip(names, COLOURS, strict=False):
+        for name, colour in zip(names, COLOURS * len(names), strict=False):
             for number, row in enumerate(systems[name]):
                 curve, course = json.loads(row["curve"]), json.loads(row["course"])
                 label = None if number else name
@@ -495,27 +505,38 @@ def main() -> int:
         arguments.task, arguments.goal, arguments.nodes, arguments.pace_ms / 1000, arguments.budget_s,
         arguments.after_s, arguments.every, arguments.episodes,
     )  # fmt: skip
+    failed: list[str] = []
+    if not (arguments.table_only or all(map(yard.measured, file.read()))):
+        parser.error(f"{arguments.out} has rows of another pace, goal or number of nodes; take another --out")
     if not arguments.table_only:
         systems = {name: system for name, system in systems.items() if name not in arguments.leave_out}
-        measure(file, systems, arguments.seeds, yard)
+        failed = measure(file, systems, arguments.seeds, yard)
     rows = [row for row in file.read() if row["task"] == yard.task]
     lines = table(rows)
     print("\n".join(lines))
     (arguments.out / "table.md").write_text("\n".join(lines) + "\n")
     if rows and importlib.util.find_spec("matplotlib") is not None:
         draw(rows, arguments.out / "curves.png")
-    return 0
+    if failed:
+        print(f"not run, as their nodes didn't come up: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
 
 
-def measure(file: Rows, systems: Mapping[str, System], seeds: Sequence[int], yard: Yardstick) -> None:
-    """Run each system that isn't in the file yet with each seed."""
+def measure(file: Rows, systems: Mapping[str, System], seeds: Sequence[int], yard: Yardstick) -> list[str]:
+    """Run each system that isn't in the file yet with each seed; return those that didn't come up."""
+    failed = []
     command, at_commit = command_line(), commit()
     done = {(row["system"], row["task"], row["seed"]) for row in file.read()}
     for seed in seeds:
         for name, system in systems.items():
             if (name, yard.task, str(seed)) in done:
                 continue
-            row = run(name, system, seed, yard)
+            try:
+                row = run(name, system, seed, yard)
+            except SystemExit as error:  # the swarm has said why; the others may do better
+                print(f"{name}, seed {seed}: {error}", file=sys.stderr, flush=True)
+                failed.append(name)
+                continue
             file.add(row | {"commit": at_commit, "command": command})
             said = f"goal after {row['goal_s']} s" if row["goal_s"] else f"not in {row['seconds']:.0f} s"
             print(
@@ -524,6 +545,7 @@ def measure(file: Rows, systems: Mapping[str, System], seeds: Sequence[int], yar
                 file=sys.stderr,
                 flush=True,
             )
+    return failed
 
 
 if __name__ == "__main__":
