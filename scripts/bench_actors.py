@@ -53,9 +53,8 @@ class Rates(NamedTuple):
 def common(options: argparse.Namespace) -> list[str]:
     """Return what all nodes are told."""
     settings = [
-        f"node.actors.ahead={options.ahead}",
-        "node.allow_import=true",
-        f"task.env.id={PICTURES if options.pictures else POLE}",
+        *own(options),
+        f"task.env.id={environment(options)}",
         f"task.env.kwargs.step_s={options.step_ms / 1000}",
         f"task.env.num_envs={options.environments}",
         "task.strategy.name=local",
@@ -64,6 +63,16 @@ def common(options: argparse.Namespace) -> list[str]:
         *options.sets,
     ]
     return [word for setting in settings for word in ("--set", setting)]
+
+
+def environment(options: argparse.Namespace) -> str:
+    """Return the id of what is acted in."""
+    return PICTURES if options.pictures else POLE
+
+
+def own(options: argparse.Namespace) -> list[str]:
+    """Return what nodes are told that get the task from others."""
+    return [f"node.actors.ahead={options.ahead}", f'node.imports=["{environment(options)}"]']
 
 
 def measured(swarm: LocalSwarm, seconds: float) -> Rates:
@@ -99,15 +108,16 @@ def works(node: Node, count: int) -> bool:
     return acting == count and status.get("updates", 0) >= 2 + count
 
 
-def several_nodes(count: int, options: argparse.Namespace) -> Rates:
+def several_nodes(count: int, inference: str, options: argparse.Namespace) -> Rates:
     """Run a learner, the shards of a replay if there are any, and so many nodes that act."""
     replays = options.replays if options.algorithm.startswith("apex") else 0
     learner = "learner" if replays or options.algorithm == "impala" else "learner,replay"
     acts = ["--roles", "actor", "--actors", str(options.actors)]
-    acts += ["--set", f"node.actors.inference={options.inference[0]}"]
+    acts += ["--set", f"node.actors.inference={inference}"]
     each = {0: ["--config", options.algorithm, "--roles", learner, *common(options)]}
-    each |= {number: ["--roles", "replay", "--allow-import"] for number in range(1, 1 + replays)}
-    each |= {number: [*acts, "--allow-import"] for number in range(1 + replays, 1 + replays + count)}
+    told = [word for setting in own(options) for word in ("--set", setting)]
+    each |= {number: ["--roles", "replay", *told] for number in range(1, 1 + replays)}
+    each |= {number: [*acts, *told] for number in range(1 + replays, 1 + replays + count)}
     remote = ["--set", f"node.learner.remote_actors={options.remote or options.actors * count}"]
     for number in range(1 + replays):
         each[number] = [*each[number], *remote]
@@ -160,7 +170,11 @@ def main() -> int:
     runs: dict[tuple[int, str], list[Rates]] = {case: [] for case in cases}
     for repeat in range(options.repeats):
         for count, inference in cases:
-            found = several_nodes(count, options) if options.nodes else one_node(count, inference, options)
+            found = (
+                several_nodes(count, inference, options)
+                if options.nodes
+                else one_node(count, inference, options)
+            )
             runs[count, inference].append(found)
             print(
                 f"repeat {repeat + 1}: {count} {what}, {inference}: {found.steps:.0f} steps/s, "
