@@ -5,7 +5,9 @@ learner themselves are loops that take no time: the first commit the same conten
 frees each slot at once. Each round times, one after another, the transport alone (the same bytes, read into
 memory that lies there) and the whole way (ring of shared memory, sender, transport, receiver with its look at
 all numbers, ring), so that what else the machine does falls on both alike. Printed are medians of MB/s and
-the ratio, then agent steps a second, and how often the learner's memory was read for its parameters.
+the ratio, then agent steps a second, the processor's milliseconds for each unroll where it is sent and where
+it is received, and how often the learner's memory was read for its parameters. On a busy machine only the
+processor's time tells anything.
 
     python scripts/bench_experience.py --rounds 9 --actors 2 --environments 8
 """
@@ -23,6 +25,7 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+import psutil
 from aiohttp import web
 
 from p2pdrl.clock import SystemClock
@@ -135,7 +138,7 @@ async def serve(actors: int, environments: int) -> None:
     learning.cancel()
 
 
-async def measure(  # noqa: PLR0915 - one run from its begin to its end
+async def measure(  # noqa: C901, PLR0915 - one run from its begin to its end
     rounds: int, seconds: float, actors: int, environments: int
 ) -> None:
     """The parent process: send, both ways, and print."""
@@ -189,16 +192,28 @@ async def measure(  # noqa: PLR0915 - one run from its begin to its end
         return sent
 
     jobs = [asyncio.create_task(act()), asyncio.create_task(sender.run(pool))]
-    both: list[tuple[float, float]] = []
+    receiving = psutil.Process(child.pid)
+
+    def now() -> tuple[float, float, float]:
+        """Seconds by the clock, and of the processor, here and there."""
+        there = receiving.cpu_times()
+        return time.perf_counter(), time.process_time(), there.user + there.system
+
+    def rates(sent: int, began: tuple[float, float, float]) -> tuple[float, float, float]:
+        """Unrolls a second, and milliseconds of both processors for each."""
+        passed_s, here_s, there_s = (one - other for one, other in zip(now(), began, strict=True))
+        return sent / passed_s, 1000 * here_s / max(sent, 1), 1000 * there_s / max(sent, 1)
+
+    both: list[tuple[tuple[float, float, float], tuple[float, float, float]]] = []
     for _ in range(rounds + 1):
-        began_s = time.perf_counter()
-        sent = sum(await asyncio.gather(*(alone(began_s + seconds) for _ in range(actors))))
-        raw = sent / (time.perf_counter() - began_s)
-        before, began_s = sender.sent, time.perf_counter()
+        began = now()
+        sent = sum(await asyncio.gather(*(alone(began[0] + seconds) for _ in range(actors))))
+        raw = rates(sent, began)
+        before, began = sender.sent, now()
         acting.set()
         await asyncio.sleep(seconds)
         acting.clear()
-        both.append((raw, (sender.sent - before) / (time.perf_counter() - began_s)))
+        both.append((raw, rates(sender.sent - before, began)))
         await asyncio.sleep(0.1)
     for job in jobs:
         job.cancel()
@@ -209,17 +224,25 @@ async def measure(  # noqa: PLR0915 - one run from its begin to its end
     child.stdin.close()
     child.wait()
     await transport.close()
-    raw, whole = (statistics.median(column) for column in zip(*both[1:], strict=True))
-    ratio = statistics.median(mine / other for other, mine in both[1:])
+    ways = [
+        [statistics.median(column) for column in zip(*way, strict=True)]
+        for way in zip(*both[1:], strict=True)
+    ]
+    ratio = statistics.median(mine[0] / other[0] for other, mine in both[1:])
     nbytes = content.nbytes
     print(
         f"{actors} actors of {environments} environments, unrolls of {nbytes / 1e6:.2f} MB, {rounds} rounds\n"
-        f"{'':12}{'MB/s':>8}{'unrolls/s':>11}{'agent steps/s':>15}"
+        f"{'':12}{'MB/s':>8}{'unrolls/s':>11}{'agent steps/s':>15}{'ms sending':>12}{'ms receiving':>14}"
     )
-    for name, rate in (("transport", raw), ("whole way", whole)):
-        print(f"{name:12}{rate * nbytes / 1e6:8.0f}{rate:11.0f}{rate * STEPS * environments:15.0f}")
+    for name, (rate, here_ms, there_ms) in zip(("transport", "whole way"), ways, strict=True):
+        print(
+            f"{name:12}{rate * nbytes / 1e6:8.0f}{rate:11.0f}{rate * STEPS * environments:15.0f}"
+            f"{here_ms:12.2f}{there_ms:14.2f}"
+        )
     print(
-        f"ratio {ratio:.2f}; {figures['versions']} versions of the parameters, read {figures['reads']} times"
+        f"ratio {ratio:.2f}; "
+        f"{figures['versions']} versions of the parameters, read {figures['reads']} times, "
+        f"refused {figures['refused']}"
     )
 
 

@@ -51,6 +51,7 @@ from p2pdrl.workers.protocol import (
     Inferred,
     StartInference,
     UseSlots,
+    UseSteps,
     decode_from_inference,
     frame,
 )
@@ -251,11 +252,9 @@ class InferenceLink(ProcessLink):
             WorkerError: it can't be started.
         """
         environment = os.environ | {"OMP_NUM_THREADS": str(start.threads)}
-        options, fds = {"--policy": policy.fd, "--steps": -1}, [policy.fd]
-        if steps is not None:
-            options["--steps"] = steps.region.fd
-            fds += sorted({steps.region.fd, *(fd for bell in steps.bells for fd in bell)})
-        link = cls(*await cls.launch("p2pdrl.workers.inference", options, environment, fds))
+        bells = () if steps is None else steps.bells
+        fds = [policy.fd, *sorted({fd for bell in bells for fd in bell})]
+        link = cls(*await cls.launch("p2pdrl.workers.inference", {"--policy": policy.fd}, environment, fds))
         try:
             await link.send(frame(start))
         except BaseException:
@@ -544,7 +543,7 @@ class Inference:
             allow_import=self._node.may_import,
             policy_size=size,
             policy_nbytes=region.nbytes,
-            steps=None if steps is None else steps.spec,
+            shares=() if steps is None else steps.shares,
             bells=() if steps is None else steps.bells,
             step_wait_s=self._config.batch_wait_s,
             max_rows=self._config.max_batch,
@@ -591,6 +590,9 @@ class Inference:
         if self._memory is None:
             self._memory = SharedRegion.create(nbytes, "inference")
         await link.send(frame(UseSlots(nbytes, rows, SLOTS)), [self._memory])
+        if ready.steps is not None and self._pool is not None and self._pool.steps is not None:
+            region = self._pool.steps.open(ready.steps)
+            await link.send(frame(UseSteps(region.nbytes)), [region])
         for ask in self._spec_asks:
             if not ask.done():
                 ask.set_result(ready.spec)

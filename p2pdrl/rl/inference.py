@@ -28,7 +28,8 @@ from p2pdrl.rl.imports import require_allowed
 from p2pdrl.rl.normalize import RunningNormalizer, observation_normalizer
 from p2pdrl.rl.observations import ObservationEntry
 from p2pdrl.rl.policy import ActorCritic
-from p2pdrl.tensors.inference_slots import InferenceEntry, InferenceSpec, PolicyAnswer
+from p2pdrl.rl.sources.unrolls import step_spec
+from p2pdrl.tensors.inference_slots import InferenceEntry, InferenceSpec, PolicyAnswer, StepSpec
 from p2pdrl.tensors.shared_policy import ActingPolicy
 
 __all__ = ["PolicyInference"]
@@ -65,6 +66,7 @@ class PolicyInference:
         env = make_vector_env(config, seed, allow_import=allow_import)
         env.close()
         self._env = env
+        self._task = task
         self._policy = entry_of(task.algorithm).policy(env.spec, task)
         self._narrow = task.gradients.precision == "bf16"
         self._exploration = 0.0
@@ -121,6 +123,11 @@ class PolicyInference:
             _numpy(values_N) if self.spec.has_values else None,
             self._version,
         )
+
+    def step_spec(self, shares: tuple[int, ...]) -> StepSpec:
+        """Return what actors with so many environments each ask `step` with, and what it answers."""
+        fresh = entry_of(self._task.algorithm).policy(self._env.spec, self._task, drawn=False)
+        return step_spec(fresh, shares)
 
     @torch.inference_mode()
     def step(self, asked: Mapping[str, Array]) -> tuple[dict[str, Array], int]:

@@ -77,6 +77,13 @@ class UnrollItem:
         return -(-size // _LINE_BYTES) * _LINE_BYTES
 
 
+class _Sizes(NamedTuple):
+    """Bytes of an unroll: all, and those that are looked at."""
+
+    content: int
+    checked: int
+
+
 @dataclass(frozen=True)
 class UnrollSpec:
     """What unrolls are made of, and who makes them.
@@ -117,11 +124,24 @@ class UnrollSpec:
 
     def content_nbytes(self, environments: int) -> int:
         """Bytes of one unroll of so many environments, without the words before it."""
-        return sum(item.nbytes_of(environments) for item in self.items)
+        return self._sizes(environments).content
 
     def checked_nbytes(self, environments: int) -> int:
         """Bytes that `check` looks at: all but pictures, whose bytes can't be wrong."""
-        return sum(item.nbytes_of(environments) for item in self.items if item.dtype != "uint8")
+        return self._sizes(environments).checked
+
+    def _sizes(self, environments: int) -> _Sizes:
+        """Return both; computed once, as every look at a lane asks for them."""
+        known = self._known_sizes.get(environments)
+        if known is None:
+            nbytes = [item.nbytes_of(environments) for item in self.items]
+            checked = [n for n, item in zip(nbytes, self.items, strict=True) if item.dtype != "uint8"]
+            known = self._known_sizes[environments] = _Sizes(sum(nbytes), sum(checked))
+        return known
+
+    @cached_property
+    def _known_sizes(self) -> dict[int, _Sizes]:
+        return {}
 
     def views(self, content: memoryview, environments: int) -> dict[str, Array]:
         """Return the arrays of an unroll of so many environments that lies in ``content``, by name."""
@@ -267,6 +287,10 @@ class UnrollLane:
         """Begin the next unroll, of so many environments; return where its content goes (another node's)."""
         serial = self._begin()
         return self._contents[(serial - 1) % self._spec.slots][: self._spec.content_nbytes(environments)]
+
+    def filled(self, environments: int) -> dict[str, Array]:
+        """Return the arrays of the unroll that was begun by `fill`."""
+        return self._arrays(self._word(_BEGUN), environments)
 
     def _begin(self) -> int:
         serial = self._word(_COMMITTED) + 1

@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from p2pdrl.rl.algorithms.registry import entry_of
 from p2pdrl.rl.registry import RolloutContext
 from p2pdrl.rl.sources.source import NOTHING_ELSEWHERE, BatchT, CountedElsewhere, Source
-from p2pdrl.rl.sources.unrolls import UnrollPart, joined, step_spec, unroll_items
+from p2pdrl.rl.sources.unrolls import UnrollPart, joined, unroll_items
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.shared_policy import ActingPolicy, SharedPolicy
 from p2pdrl.tensors.unroll_ring import Committed, UnrollLane, UnrollRing, UnrollSpec, shares_of
@@ -47,7 +46,6 @@ class ActorSource(Source[BatchT]):
 
     Attributes:
         spec: of the unrolls.
-        steps: how actors of this node would ask an inference process; None without any.
         policy_nbytes: of the memory that actors read the policy from.
         left_out: how often a batch did without one of this node's actors that was late or down.
     """
@@ -70,8 +68,6 @@ class ActorSource(Source[BatchT]):
         shares = (*local, *(self._wanted for _ in range(remote)))
         slots = 1 + max(ahead, 1 if remote else 0)
         self.spec = UnrollSpec(unroll_items(acting.policy, steps), shares, slots, remote)
-        fresh = entry_of(algorithm).policy(acting.spec, acting.task, drawn=False)
-        self.steps = step_spec(fresh, local) if local else None
         self._environments = sum(shares)
         self._size = acting.flat.layout.size
         self._obs_shape = (0,) if acting.normalizer is None else acting.normalizer.shape

@@ -26,7 +26,7 @@ import numpy as np
 
 from p2pdrl.config.task import TaskConfig
 from p2pdrl.errors import ConfigError, LayoutMismatchError, WorkerError
-from p2pdrl.tensors.inference_slots import InferenceSlots, StepLanes
+from p2pdrl.tensors.inference_slots import InferenceSlots, StepLanes, StepSpec
 from p2pdrl.tensors.shared_memory import Doorbell, SharedRegion
 from p2pdrl.tensors.shared_policy import SharedPolicy
 from p2pdrl.workers.child import child_main
@@ -39,6 +39,7 @@ from p2pdrl.workers.protocol import (
     StartInference,
     ToInference,
     UseSlots,
+    UseSteps,
     decode_to_inference,
     frame,
 )
@@ -97,6 +98,10 @@ class InferenceWorker:
         if answer.values_N is not None:
             slot.values_N[: request.rows] = answer.values_N
         return Inferred(request.slot, answer.policy_version)
+
+    def step_spec(self, shares: tuple[int, ...]) -> StepSpec:
+        """Return what actors with so many environments each ask with, and are answered by."""
+        return self._inference.step_spec(shares)
 
     def step(self, lanes: StepLanes, batch: StepBatch) -> None:
         """Act for the actors of a batch, with the newest parameters, and write their answers.
@@ -285,18 +290,20 @@ def _live(sock: socket.socket, options: argparse.Namespace) -> None:
     messages = _FromDaemon(sock)
     worker: InferenceWorker | None = None
     batches: ActorBatches | None = None
+    start: StartInference | None = None
     for message in messages:
         if message is None:
             _turn(sock, batches)
         elif isinstance(message, StartInference):
-            worker = _start(sock, message, options.policy)
-            if message.steps is not None:
-                batches = _batches(worker, message, options.steps)
-        elif worker is None:
+            start, worker = message, _start(sock, message, options.policy)
+        elif worker is None or start is None:
             raise WorkerError("the daemon didn't say first what to act with")
         elif isinstance(message, UseSlots):
             region = SharedRegion.attach(messages.fds.popleft(), message.nbytes)
             worker.use_slots(region, message.rows, message.slots)
+        elif isinstance(message, UseSteps):
+            region = SharedRegion.attach(messages.fds.popleft(), message.nbytes)
+            batches = _batches(worker, start, region)
         else:
             sock.sendall(frame(worker.infer(message)))
 
@@ -314,12 +321,10 @@ def _turn(sock: socket.socket, batches: ActorBatches | None) -> None:
         sock.sendall(frame(news))
 
 
-def _batches(worker: InferenceWorker, start: StartInference, steps_fd: int) -> ActorBatches:
-    if start.steps is None:
-        raise WorkerError("the daemon didn't say how actors ask")
-    lanes = StepLanes(SharedRegion.attach(steps_fd, start.steps.nbytes), start.steps)
+def _batches(worker: InferenceWorker, start: StartInference, region: SharedRegion) -> ActorBatches:
+    lanes = StepLanes(region, worker.step_spec(start.shares))
     asked, *answered = (Doorbell.attach(*bell) for bell in start.bells)
-    batcher = StepBatcher(start.steps.shares, start.max_rows, start.step_wait_s)
+    batcher = StepBatcher(start.shares, start.max_rows, start.step_wait_s)
     return ActorBatches(worker, lanes, asked, tuple(answered), batcher=batcher)
 
 
@@ -333,15 +338,16 @@ def _start(sock: socket.socket, start: StartInference, policy_fd: int) -> Infere
     inference = PolicyInference(task, start.seed, start.device, allow_import=start.allow_import)
     region = SharedRegion.attach(policy_fd, start.policy_nbytes, writable=False)
     worker = InferenceWorker(inference, region, start.policy_size)
-    if inference.refusal and start.steps is None:
+    if inference.refusal and not start.shares:
         raise ConfigError(inference.refusal)
-    sock.sendall(frame(InferenceReady(inference.spec, str(inference.device), inference.refusal)))
+    steps = worker.step_spec(start.shares) if start.shares else None
+    sock.sendall(frame(InferenceReady(inference.spec, str(inference.device), inference.refusal, steps)))
     return worker
 
 
 def main() -> int:
     """Entry point of the child process; returns its exit code."""
-    return child_main("inference process", _live, ["--policy", "--steps"])
+    return child_main("inference process", _live, ["--policy"])
 
 
 if __name__ == "__main__":

@@ -71,7 +71,6 @@ from p2pdrl.workers.replica import Replica
 if TYPE_CHECKING:
     from p2pdrl.rl.registry import SourceMaker
     from p2pdrl.rl.trainer import Trainer
-    from p2pdrl.tensors.inference_slots import StepSpec
 
 __all__ = ["Learner", "main"]
 
@@ -409,13 +408,6 @@ def _experience(trainer: Trainer, start: Start) -> tuple[bytes, bytes]:
     return unrolls, msgspec.msgpack.encode(trainer.replay.samples.to_wire()) if shard else b""
 
 
-def _steps(trainer: Trainer) -> StepSpec | None:
-    from p2pdrl.workers.actor_source import ActorSource
-
-    source = trainer.source
-    return source.steps if isinstance(source, ActorSource) else None
-
-
 def _live(mailbox: Mailbox) -> None:
     messages = mailbox.receive(None)
     start = messages[0] if messages else None
@@ -433,7 +425,6 @@ def _live(mailbox: Mailbox) -> None:
             replay_nbytes=trainer.replay_nbytes,
             replay_places=trainer.replay.memory.places if start.replay == "shard" else 0,
             samples=samples,
-            steps=_steps(trainer),
         )
     )
     memory, fd = mailbox.attach()

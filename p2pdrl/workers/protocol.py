@@ -70,6 +70,7 @@ shared memory (`tensors.inference_slots`); actors ask and are answered there wit
       │  InferenceReady, ChildFailed  │
       │◀──────────────────────────────┤
       │  UseSlots (+ file descriptor) │
+      │  UseSteps (+ file descriptor) │
       ├──────────────────────────────▶│
       │  Infer, Infer, …              │
       ├──────────────────────────────▶│  acts on the batch in that slot
@@ -141,6 +142,7 @@ __all__ = [
     "ToLearner",
     "TrainingNews",
     "UseSlots",
+    "UseSteps",
     "WorkMode",
     "actor_seed",
     "decode_from_actor",
@@ -373,8 +375,6 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """msgpack of `BoardSpec.to_wire`: the layout of parameters and sidecar."""
     unrolls: bytes = b""
     """With actors: msgpack of `UnrollSpec.to_wire`, what their unrolls are made of."""
-    steps: StepSpec | None = None
-    """With actors of its own node: what they would ask an inference process with."""
     replay_nbytes: int = 0
     """Of the memory that the replay's rows lie in; 0 without a replay."""
     replay_places: int = 0
@@ -646,8 +646,8 @@ class StartInference(msgspec.Struct, frozen=True, tag="start_inference"):
     """D."""
     policy_nbytes: int
     """Of the memory that the policy lies in."""
-    steps: StepSpec | None = None
-    """How the node's actors ask; None where they act by themselves."""
+    shares: tuple[int, ...] = ()
+    """Environments of each of the node's actors that ask; empty where they act by themselves."""
     bells: tuple[tuple[int, int], ...] = ()
     """Both descriptors of the doorbell that it hears, and of each that it rings, one for each actor: it
     inherits them."""
@@ -664,6 +664,8 @@ class InferenceReady(msgspec.Struct, frozen=True, tag="inference_ready"):
     device: str
     refusal: str = ""
     """Why it acts for actors only; empty where it answers others, too."""
+    steps: StepSpec | None = None
+    """How those ask; None where they act by themselves."""
 
 
 class UseSlots(msgspec.Struct, frozen=True, tag="use_slots"):
@@ -673,6 +675,12 @@ class UseSlots(msgspec.Struct, frozen=True, tag="use_slots"):
     rows: int
     """N, the most observations of a batch."""
     slots: int
+
+
+class UseSteps(msgspec.Struct, frozen=True, tag="use_steps"):
+    """Where actors ask from now on; the descriptor of that memory travels beside this frame."""
+
+    nbytes: int
 
 
 class Infer(msgspec.Struct, frozen=True, tag="infer"):
@@ -700,7 +708,7 @@ class ActedForActors(msgspec.Struct, frozen=True, tag="acted"):
     """From when its first question was seen until all were answered."""
 
 
-ToInference = StartInference | UseSlots | Infer
+ToInference = StartInference | UseSlots | UseSteps | Infer
 FromInference = InferenceReady | Inferred | ActedForActors | ChildFailed | Crashed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 
@@ -71,6 +72,47 @@ def test_a_learner_draws_from_the_shards_that_are_there(swarm, wait_until, no_or
         "its actors send to the other",
     )
     for node in (*actors, shards[0], learner):
+        node.signal(signal.SIGTERM)
+        assert node.wait(30) == 0
+        assert "Traceback" not in node.text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("algorithm", ["td3", "sac"])
+def test_actor_critics_learn_from_shards(swarm, wait_until, no_orphans, algorithm):
+    settings = {
+        "task.algorithm.name": algorithm,
+        "task.env.id": "Pendulum-v1",
+        "task.env.num_envs": 2,
+        "task.algorithm.unroll_steps": 8,
+        "task.algorithm.gradient_steps": 4,
+        "task.algorithm.batch_size": 32,
+        "task.algorithm.learning_starts": 200,
+        "task.algorithm.prioritized": "true",
+        "task.network.hidden": "[32, 32]",
+        "task.stop.env_steps": 100000000,
+    }
+    options = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    learner = swarm.found("learner", *options, "--roles", "learner")
+    shards = [swarm.start(name, "--roles", "replay", peers=learner) for name in ("r1", "r2")]
+    # one actor node for each shard: who sends where follows from the ids
+    actors = [swarm.start(name, "--roles", "actor", "--actors", "1", peers=learner) for name in ("a1", "a2")]
+    drawn = lambda: {name: row["drawn"] for name, row in replay(learner).items()}  # noqa: E731
+    wait_until(lambda: len(drawn()) == 2 and min(drawn().values()) > 500, START_S, "rows of both are drawn")
+    wait_until(lambda: all(shard(node)["priorities"] > 500 for node in shards), START_S, "errors go back")
+    status = learner.status()
+    losses = {name: value for name, value in status["learner"]["metrics"].items() if name.endswith("_loss")}
+    assert len(losses) >= 2, status["learner"]  # of actor and critics
+    assert all(math.isfinite(value) for value in losses.values())
+    version = status["policy_version"]
+    for node in actors:
+        wait_until(
+            lambda n=node: n.status()["experience"]["sent"]["policy_version"] > version,
+            DETECT_S,
+            "actors act by what was learned",
+        )
+    for node in (*actors, *shards, learner):
         node.signal(signal.SIGTERM)
         assert node.wait(30) == 0
         assert "Traceback" not in node.text()

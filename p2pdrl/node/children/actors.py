@@ -20,7 +20,7 @@ import msgspec
 from p2pdrl.clock import Clock
 from p2pdrl.config.node import LearnerConfig, NodeConfig
 from p2pdrl.config.task import RegressionConfig, ReplayOptions, TaskConfig
-from p2pdrl.errors import WorkerError
+from p2pdrl.errors import LayoutMismatchError, WorkerError
 from p2pdrl.node.children.child_process import ProcessLink
 from p2pdrl.node.children.restarts import Death, RestartPolicy
 from p2pdrl.node.events import EventLog
@@ -126,18 +126,43 @@ class StallWatch:
 class StepPort:
     """The memory through which a node's actors ask its inference process, and the doorbells.
 
-    Both outlive each of the processes.
+    Both outlive each of the processes. Actors begin once that process has said what a step is made of.
+
+    Args:
+        shares: environments of each actor.
 
     Raises:
-        TensorError: the system gives no such memory, or no descriptors.
+        TensorError: the system gives no descriptors.
     """
 
-    def __init__(self, spec: StepSpec) -> None:
-        self.spec = spec
-        self.region = SharedRegion.create(spec.nbytes, "steps")
-        self._lanes = StepLanes(self.region, spec)
+    def __init__(self, shares: tuple[int, ...]) -> None:
+        self.shares = shares
         self.asked = Doorbell.create()
-        self.answered = tuple(Doorbell.create() for _ in spec.shares)
+        self.answered = tuple(Doorbell.create() for _ in shares)
+        self._spec: StepSpec | None = None
+        self._region: SharedRegion | None = None
+        self._lanes: StepLanes | None = None
+        self._opened = asyncio.Event()
+
+    def open(self, spec: StepSpec) -> SharedRegion:
+        """Make the memory, if there is none yet; return it.
+
+        Raises:
+            TensorError: the system gives no such memory, or it was made for other steps.
+        """
+        if self._region is None:
+            self._region = SharedRegion.create(spec.nbytes, "steps")
+            self._spec, self._lanes = spec, StepLanes(self._region, spec)
+            self._opened.set()
+        if spec != self._spec:
+            raise LayoutMismatchError("another inference process makes other steps than its predecessor")
+        return self._region
+
+    async def opened(self) -> tuple[StepSpec, SharedRegion]:
+        """Wait until there is the memory."""
+        while self._spec is None or self._region is None:
+            await self._opened.wait()
+        return self._spec, self._region
 
     @property
     def bells(self) -> tuple[tuple[int, int], ...]:
@@ -147,15 +172,18 @@ class StepPort:
     @property
     def questions(self) -> tuple[int, ...]:
         """How many each actor has asked; 0 for those that wait for no answer."""
-        return tuple(self._lanes.questions.tolist())
+        return () if self._lanes is None else tuple(self._lanes.questions.tolist())
 
     def left(self, number: int) -> None:
         """An actor is gone: no batch waits for it."""
-        self._lanes.lanes[number].acting = False
+        if self._lanes is not None:
+            self._lanes.lanes[number].acting = False
 
     def close(self) -> None:
         """Free the memory and the descriptors."""
-        self.region.close()
+        self._lanes = None
+        if self._region is not None:
+            self._region.close()
         for bell in (self.asked, *self.answered):
             bell.close()
 
@@ -167,12 +195,16 @@ class ActorLink(ProcessLink):
 
     @classmethod
     async def spawn(
-        cls, start: StartActor, ring: SharedRegion, policy: SharedRegion, steps: StepPort | None = None
+        cls,
+        start: StartActor,
+        ring: SharedRegion,
+        policy: SharedRegion,
+        asks: tuple[StepPort, SharedRegion] | None = None,
     ) -> ActorLink:
         """Start an actor process and tell it what to act in.
 
         Args:
-            steps: where it asks at each step; None has it act by itself.
+            asks: where it does so at each step; None has it act by itself.
 
         Raises:
             WorkerError: it can't be started.
@@ -180,10 +212,11 @@ class ActorLink(ProcessLink):
         environment = os.environ | {"OMP_NUM_THREADS": str(start.threads)}
         options = {"--ring": ring.fd, "--policy": policy.fd, "--steps": -1, "--asked": -1, "--answered": -1}
         fds = [ring.fd, policy.fd]
-        if steps is not None:
-            asked, answered = steps.asked.ringer, steps.answered[start.number].waiter
-            options |= {"--steps": steps.region.fd, "--asked": asked, "--answered": answered}
-            fds += [steps.region.fd, asked, answered]
+        if asks is not None:
+            port, region = asks
+            asked, answered = port.asked.ringer, port.answered[start.number].waiter
+            options |= {"--steps": region.fd, "--asked": asked, "--answered": answered}
+            fds += [region.fd, asked, answered]
         link = cls(*await cls.launch("p2pdrl.workers.actor", options, environment, fds))
         try:
             await link.send(frame(start))
@@ -286,7 +319,7 @@ class ActorPool:
             raise WorkerError("the learner isn't built yet")
         return self._policy
 
-    def open(self, unrolls: UnrollSpec, board: BoardSpec, steps: StepSpec | None = None) -> None:
+    def open(self, unrolls: UnrollSpec, board: BoardSpec) -> None:
         """Make the memory for what a learner declared.
 
         Raises:
@@ -299,8 +332,8 @@ class ActorPool:
         self._policy = SharedRegion.create(PolicyCopies.nbytes_of(self._size, features), "policy")
         self._copies = PolicyCopies(self._policy, self._size, features)
         self._lanes = UnrollRing(self._ring, unrolls).lanes
-        if self.batched and steps is not None:
-            self.steps = StepPort(steps)
+        if self.batched:
+            self.steps = StepPort(unrolls.shares[: unrolls.local])
 
     def collected(self) -> tuple[Collect, list[SharedRegion]]:
         """Return what a learner is told, and whose descriptors go along."""
@@ -395,7 +428,10 @@ class ActorPool:
             WorkerError: it couldn't be started.
         """
         _, (ring, policy) = self.collected()
-        start = self._start
+        start, asks, spec = self._start, None, None
+        if self.steps is not None:
+            spec, region = await self.steps.opened()
+            asks = self.steps, region
         first = StartActor(
             task=start.task,
             number=number,
@@ -405,10 +441,10 @@ class ActorPool:
             threads=start.threads,
             allow_import=start.allow_import,
             step_delay_s=start.step_delay_s,
-            steps=None if self.steps is None else self.steps.spec,
+            steps=spec,
         )
         lane.started()
-        link = await ActorLink.spawn(first, ring, policy, self.steps)
+        link = await ActorLink.spawn(first, ring, policy, asks)
         self._pids[number] = link.pid
         try:
             stood_still = await self._acting(number, lane, link)

@@ -325,7 +325,7 @@ class LearnerSupervisor:
             self._sampler.open(hello, spec)
             return
         if self._actors is not None:
-            self._actors.open(_unrolls(hello), spec, hello.steps)
+            self._actors.open(_unrolls(hello), spec)
         if self._start.replay == "shard":
             self.draws.open(_samples(hello), hello.replay_places)
 

@@ -168,9 +168,8 @@ class ExperienceReceiver(ExperienceRoute):
             raise Refusal(423, "no room for another unroll yet")
         claim.filling = True
         try:
-            content = lane.fill(claim.environments)
-            await incoming.read_vector_into(content)
-            arrays = spec.views(content, claim.environments)
+            await incoming.read_vector_into(lane.fill(claim.environments))
+            arrays = lane.filled(claim.environments)
             if spec.checked_nbytes(claim.environments) <= INLINE_BYTES:
                 spec.check(arrays)
             else:

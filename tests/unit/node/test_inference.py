@@ -33,6 +33,7 @@ from p2pdrl.workers.protocol import (
     Inferred,
     StartInference,
     UseSlots,
+    UseSteps,
     decode_to_inference,
 )
 
@@ -181,18 +182,21 @@ class FakeLink:
         self._frames = FrameBuffer()
         self._heard: asyncio.Queue[object] = asyncio.Queue()
         self._slots: InferenceSlots | None = None
+        self.lanes: StepLanes | None = None
         team.links.append(self)
 
     async def ready(self):
         if self._team.error is not None:
             raise self._team.error
-        return InferenceReady(SPEC, "cpu", self._team.refusal)
+        return InferenceReady(SPEC, "cpu", self._team.refusal, self._team.steps)
 
     async def send(self, data, things=()):
         for body in self._frames.feed(data):
             message = decode_to_inference(body)
             if isinstance(message, UseSlots):
                 self._slots = InferenceSlots(things[0], SPEC, message.rows, message.slots)
+            elif isinstance(message, UseSteps):
+                self.lanes = StepLanes(things[0], STEPS)
             else:
                 self.batches.append(message)
                 if self._team.answers:
@@ -235,6 +239,7 @@ class Team:
         self.registry = Registry("1")
         self.clock = clock or ManualClock()
         self.refusal = ""
+        self.steps: StepSpec | None = None
         options = {"batch_wait_s": 0.0, "max_batch": 8, "max_waiting": 8} | config
         self.inference = Inference(
             NodeConfig(
@@ -438,7 +443,7 @@ def pool(training):
     region = SharedRegion.create(SharedPolicy.nbytes_of(3, (2,)), "policy")
     shared = SharedPolicy(region, 3, (2,))
     shared.write(np.full(3, 2.5, np.float32), ActingPolicy(12, 0.5, np.zeros(2), np.ones(2)))
-    steps = StepPort(STEPS)
+    steps = StepPort(STEPS.shares)
     made = SimpleNamespace(batched=True, steps=steps, policy=PolicyCopies(region, 3, 2), policy_region=region)
     training.actors = made
     yield made
@@ -449,7 +454,7 @@ async def test_for_actors_it_runs_unasked_with_their_policy_and_callers_ask_it_t
     team = make(idle_s=0.05)
     await until(lambda: team.links)
     (start, steps), link = team.starts[0], team.links[0]
-    assert (start.steps, steps) == (STEPS, pool.steps)
+    assert (start.shares, steps) == (STEPS.shares, pool.steps)
     assert len(start.bells) == 3
     assert link.region is pool.policy_region
     assert (await team.inference.act(rows(4), greedy=True)).actions_NA.tolist() == [4]
@@ -481,9 +486,11 @@ async def test_actors_have_another_process_soon_after_one_died(pool, make, until
 
 async def test_one_that_leaves_an_actor_without_an_answer_is_killed(pool, make, until, events):
     team = make(deadline_s=0.2)
-    await until(lambda: team.links)
-    await settled()
-    StepLanes(pool.steps.region, STEPS).lanes[1].ask()
+    team.steps = STEPS
+    await until(lambda: team.links and team.links[0].lanes)
+    spec, region = await pool.steps.opened()
+    assert spec == STEPS
+    StepLanes(region, STEPS).lanes[1].ask()
     await asyncio.sleep(0.1)  # it is seen
     team.clock.advance(1.0)
     await until(lambda: events.since(0))
