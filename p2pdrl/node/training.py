@@ -370,7 +370,7 @@ class Training:
             self._make_sender(self._post_of(actors, trainers or alive)) if acts_for_learner else None
         )
         """Sends unrolls to another node; None where they are learned from or stored here."""
-        self.lent_actors = self._make_lent_actors() if self.learns else None
+        self.lent_actors = self._make_lent_actors()
         """Has this node's actors work for the first rank of its pipeline; None where that can't be."""
         self.replay_server = self._make_replay_server(boot) if self.holds_replay else None
         """Serves this node's shard of the replay memory; None without one."""
@@ -439,8 +439,8 @@ class Training:
         who holds a shard, the policy; who draws from shards, samples; a later rank of a pipeline sends
         unrolls to the first. Nothing to do for all others.
         """
-        if self.lent_actors is not None and self.actors is not None:
-            await self.lent_actors.run(self.actors)
+        if self.learns:
+            await self._lend_actors()
         if self.sampler is not None:
             await self.sampler.run()
         if self.follower is not None:
@@ -450,8 +450,14 @@ class Training:
         await self._first_ended(self._until_alone(), self.sender.run(self.actors), self._keep_state())
         sender = self.sender
         await self._learn()
+        await self._lend_actors()
         if self.sampler is not None:
             await self._first_ended(self.sampler.run(), sender.run(self.actors))
+
+    async def _lend_actors(self) -> None:
+        """Have our actors work for the first rank whenever we are a later one; return at once if none can."""
+        if self.lent_actors is not None and self.actors is not None:
+            await self.lent_actors.run(self.actors)
 
     async def _first_ended(self, *jobs: Coroutine[Any, Any, None]) -> None:
         """Do all of them until one has ended; raise what ended it."""
@@ -486,7 +492,10 @@ class Training:
         return lambda: _learner_of(self._me, actors(), (self._replays and self._shards()) or trainers())
 
     def _make_lent_actors(self) -> LentActors | None:
-        if self.receiver is None or not self._start.actors or self._replays:
+        algorithm = self.task.algorithm
+        if isinstance(algorithm, RegressionConfig) or not algorithm.remote_actors:
+            return None
+        if self._replays or not self._start.actors:
             return None
         return LentActors(
             self._make_sender(self._first_rank, self._count_sent),
