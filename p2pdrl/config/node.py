@@ -73,9 +73,10 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     the steps that it makes without."""
     remote_actors: Annotated[int, Meta(ge=0, le=1024)] | Literal["auto"] = "auto"
     """Actor processes of other nodes that this learner takes unrolls from, at most; each may have all of the
-    task's environments. This node's own are in processes then, too. ``auto`` is 0 where ``node.roles`` says
-    nothing; else 16, or 4 where there is a replay memory, which is divided among as many environments as
-    there may be. A node that holds a shard of a replay takes unrolls likewise."""
+    task's environments. This node's own are in processes then, too. ``auto`` is 16 where ``node.roles`` says
+    something, or 4 where there is a replay memory, which is divided among as many environments as there may
+    be; else it is 0, or 16 for the other ranks of its pipeline, and nobody else, where this node has actors.
+    A node that holds a shard of a replay takes unrolls likewise."""
     replay_on_disk: bool = False
     """Keep a replay memory in a file of the data folder, as large as ``task.algorithm.buffer_size`` steps
     are: a node that is started again goes on with it, and it may be larger than the machine's memory.
@@ -105,7 +106,8 @@ class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """How many. The task's ``num_envs`` environments are divided among them, so batches stay as large as they
     are. 0 has all environments in the learner's own process, which is best where they are cheap; where a step
     takes long, two actors make nearly twice the steps of one. ``auto`` takes one for each core, none on a
-    single one. More than there are environments is refused; a regression has none."""
+    single one. In a pipeline the actors of all its nodes act for the first one. More than there are
+    environments is refused; a regression has none."""
     ahead: Annotated[int, Meta(ge=0, le=16)] = 0
     """Unrolls that each actor may make while the learner is still learning from older ones. With 0 all keep
     step: each unroll is made by the newest policy, and results are repeatable. 1 lets actors act while the

@@ -447,6 +447,7 @@ class Node:
             actors=context.actors,
             heirs=context.heirs,
             learner_left=context.learner_left,
+            trainers=self._reporter.trainers,
             shards=context.shards,
             stale=self._meters.registry.unroll_staleness.observe,
             learning=lambda: context.membership.retag(tags_of((*config.roles, "learner"))),

@@ -243,6 +243,7 @@ class Training:
         actors: tells the other living nodes that act and don't learn.
         heirs: tells those of them that would learn if nobody else did.
         learner_left: tells whether another node learns.
+        trainers: tells those of the living learners that actors of other nodes may work for; None for all.
         shards: tells the other living nodes that hold a shard of the replay memory.
         learning: told when this node begins to learn, which only acted before.
         stale: told how many versions old the policy of each unroll from another node was.
@@ -274,6 +275,7 @@ class Training:
         actors: Callable[[], Iterable[str]] = tuple,
         heirs: Callable[[], Iterable[str]] = tuple,
         learner_left: Callable[[], bool] = lambda: True,
+        trainers: Callable[[], dict[str, Address]] | None = None,
         shards: Callable[[], dict[str, Address]] = dict,
         learning: Callable[[], None] = lambda: None,
         stale: Callable[[int], None] = lambda _: None,
@@ -366,9 +368,11 @@ class Training:
         """Takes in unrolls of other nodes; None where nobody here wants any."""
         self._made_for_rank0 = ZERO
         acts_for_learner = not (self.learns or self.holds_replay)
-        self.sender = self._make_sender(self._post_of(actors)) if acts_for_learner else None
+        self.sender = (
+            self._make_sender(self._post_of(actors, trainers or alive)) if acts_for_learner else None
+        )
         """Sends unrolls to another node; None where they are learned from or stored here."""
-        self.lent_actors = self._make_lent_actors() if self.learns else None
+        self.lent_actors = self._make_lent_actors()
         """Has this node's actors work for the first rank of its pipeline; None where that can't be."""
         self.replay_server = self._make_replay_server(boot) if self.holds_replay else None
         """Serves this node's shard of the replay memory; None without one."""
@@ -437,8 +441,8 @@ class Training:
         who holds a shard, the policy; who draws from shards, samples; a later rank of a pipeline sends
         unrolls to the first. Nothing to do for all others.
         """
-        if self.lent_actors is not None and self.actors is not None:
-            await self.lent_actors.run(self.actors)
+        if self.learns:
+            await self._lend_actors()
         if self.sampler is not None:
             await self.sampler.run()
         if self.follower is not None:
@@ -448,8 +452,14 @@ class Training:
         await self._first_ended(self._until_alone(), self.sender.run(self.actors), self._keep_state())
         sender = self.sender
         await self._learn()
+        await self._lend_actors()
         if self.sampler is not None:
             await self._first_ended(self.sampler.run(), sender.run(self.actors))
+
+    async def _lend_actors(self) -> None:
+        """Have our actors work for the first rank whenever we are a later one; return at once if none can."""
+        if self.lent_actors is not None and self.actors is not None:
+            await self.lent_actors.run(self.actors)
 
     async def _first_ended(self, *jobs: Coroutine[Any, Any, None]) -> None:
         """Do all of them until one has ended; raise what ended it."""
@@ -477,12 +487,17 @@ class Training:
             stale=stale,
         )
 
-    def _post_of(self, actors: Callable[[], Iterable[str]]) -> Callable[[], tuple[str, Address] | None]:
+    def _post_of(
+        self, actors: Callable[[], Iterable[str]], trainers: Callable[[], dict[str, Address]]
+    ) -> Callable[[], tuple[str, Address] | None]:
         """Return what tells for whom the actors of a node that only acts work."""
-        return lambda: _learner_of(self._me, actors(), (self._replays and self._shards()) or self._alive())
+        return lambda: _learner_of(self._me, actors(), (self._replays and self._shards()) or trainers())
 
     def _make_lent_actors(self) -> LentActors | None:
-        if self.receiver is None or not self._start.actors or self._replays:
+        algorithm = self.task.algorithm
+        if isinstance(algorithm, RegressionConfig) or not algorithm.remote_actors:
+            return None
+        if self._replays or not self._start.actors:
             return None
         return LentActors(
             self._make_sender(self._first_rank, self._count_sent),

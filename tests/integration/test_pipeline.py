@@ -219,3 +219,25 @@ def test_data_of_the_newest_policy_are_made_by_the_first_rank_only(swarm, wait_u
     for node in nodes:
         node.signal(signal.SIGTERM)
     assert [node.wait(20) for node in nodes] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_nodes_that_only_act_work_for_whoever_is_the_first_rank(swarm, wait_until, no_orphans):
+    nodes = swarm.start_team(2, ACTING | {"node.roles": '["learner"]'})
+    wait_until(lambda: whole(nodes, 2), START_S, "a pipeline of both")
+    first, later = holder(nodes, 0), holder(nodes, 1)
+    actor = swarm.start(
+        "actor",
+        *("--roles", "actor", "--actors", "1", "--set", "node.learner.step_delay_s=0.002"),
+        peers=later,
+    )
+    grow([first], wait_until, "the first learns from what comes")
+    assert actor.status()["experience"]["sent"]["learner_name"] == first.name
+    first.kill9()
+    before = later.status()["updates"]
+    wait_until(lambda: later.status()["updates"] > before + 10, START_S, "then the other does")
+    assert actor.status()["experience"]["sent"]["learner_name"] == later.name
+    for node in (actor, later):
+        node.signal(signal.SIGTERM)
+    assert [node.wait(20) for node in (actor, later)] == [0, 0]

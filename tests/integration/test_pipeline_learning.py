@@ -122,3 +122,28 @@ def test_two_nodes_in_a_pipeline_learn_to_land_as_one_node_does(swarm, wait_unti
     assert min(alone_S) >= 50
     assert min(pipelined_S) >= 50
     assert pipelined_S.mean() >= alone_S.mean() - 150
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [31, 32, 33])
+@pytest.mark.parametrize("preset", ["amb_pp", "amb_pp_impala"])
+def test_presets_solve_cartpole_with_an_actor_on_each_node(swarm, preset, seed):
+    """Until two evaluations in a row are at 475; within the steps over which IMPALA's rate falls to zero."""
+    stop = {"task.stop.mean_return": 475, "task.stop.env_steps": 300_000, "task.evaluation.every": 10_000}
+    given = {
+        "task.seed": seed,
+        "node.seed": seed,
+        "node.actors.count": 1,
+        "node.checkpoint.every_s": 0,
+    } | stop
+    sets = [f"--config={preset}", *(f"--set={key}={value}" for key, value in given.items())]
+    a = swarm.found(f"a-{seed}", *sets)
+    nodes = [a, swarm.start(f"b-{seed}", *sets, peers=a)]
+    assert [node.wait(800) for node in nodes] == [0, 0], a.text()[-3000:]
+    ends = [node.summary() for node in nodes]
+    print(f"{preset}, seed {seed}: {[end['env_steps'] for end in ends]} steps: {ends[0]['reason']}")
+    for node, end in zip(nodes, ends, strict=True):
+        assert "475 is reached" in end["reason"]
+        assert end["env_steps"] > 0, "both have made experience"
+        assert "Traceback" not in node.text()

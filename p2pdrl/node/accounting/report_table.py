@@ -93,8 +93,6 @@ class PeerReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What the node does in its group, in a word: ``server``, ``worker``; empty where all do the same."""
     trains: bool = True
     """Whether its learner learns from experience by itself: the lower stages of a pipeline don't."""
-    acts: bool = False
-    """Whether its actors work for its pipeline's first rank, and their steps are counted here."""
     stage: Label = ""
     """Of a pipeline: ``2/3`` for the second of three; empty for none."""
     bubble: NonNegative | None = None
@@ -103,6 +101,8 @@ class PeerReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """How old the report was when this copy of it was sent; zero at its origin."""
     evaluations: Annotated[tuple[Evaluation, ...], Meta(max_length=2)] = ()
     """The last ones that the node made, the newest last."""
+    acts: bool = False
+    """Whether its actors work for its pipeline's first rank, and their steps are counted here."""
 
     @property
     def at_work(self) -> bool:

@@ -71,7 +71,7 @@ def experience_words(training: Training) -> str:
     if order.rank == 0 and not own:
         return "makes the experience in its learner's process"
     if order.rank == 0:
-        others = " and of the other ranks'" if lent is not None and order.ranks > 1 else ""
+        others = " and of the other ranks'" if training.receiver is not None and order.ranks > 1 else ""
         return f"takes unrolls of its {acts}{others}"
     if not own:
         return "makes no experience: it has no actors (node.actors.count)"

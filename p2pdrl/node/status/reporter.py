@@ -26,6 +26,7 @@ from p2pdrl.node.context import NodeContext
 from p2pdrl.node.settings import ModeSetting
 from p2pdrl.node.status import health, pipeline
 from p2pdrl.node.status.pipeline import measured_facts
+from p2pdrl.transport.protocol import Address
 
 __all__ = ["StatusReporter", "describe", "mode_document"]
 
@@ -354,6 +355,15 @@ class StatusReporter:
         """The document of ``/v1/peers``: every known member, ourselves first, then by name."""
         rows = [self._row(member) for member in self._context.membership.members()]
         return sorted(rows, key=lambda row: (not row["self"], str(row["name"]), str(row["id"])))
+
+    def trainers(self) -> dict[str, Address]:
+        """The other living learners that learn from experience by themselves, as far as they have told.
+
+        Actors of other nodes work for these: only a pipeline's first rank has use for what they make.
+        """
+        learners = self._context.learners()
+        busy = {report.id for report in self._reports(learners) if not report.trains}
+        return {node: address for node, address in learners.items() if node not in busy}
 
     def donors(self) -> list[str]:
         """Ids of the living members, those that train and are well and ahead first."""

@@ -19,6 +19,7 @@ SYSTEMS = {
     "ddppo": "grad_average",
     "downpour": "server_async",
     "amb_pp": "pipeline",
+    "amb_pp_impala": "pipeline",
 }
 """Presets that have the name of a system instead of their strategy's."""
 STRATEGIES = SYSTEMS | {name: name for name in mode.STRATEGIES if name in preset_names()}

@@ -6,18 +6,20 @@ import asyncio
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 
-from p2pdrl.config.node import DebugConfig, LearnerConfig, NodeConfig
+from p2pdrl.config.node import ActorsConfig, DebugConfig, LearnerConfig, NodeConfig
 from p2pdrl.config.strategy import HogwildConfig, LocalConfig
 from p2pdrl.config.task import A2CConfig, EnvConfig, NetworkConfig, PPOConfig, TaskConfig
 from p2pdrl.errors import PeerRefusedError, WorkerError
 from p2pdrl.node.state import state_transfer
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 from p2pdrl.testing.memory_transport import MemoryNetwork
+from p2pdrl.transport.protocol import Refusal
 from p2pdrl.workers.protocol import Report
 
 from .training_peers import GOSSIP, Peer
@@ -217,6 +219,38 @@ async def test_the_strategy_is_told_what_an_update_is_made_of(pair, core, algori
     one.task = TaskConfig(env=EnvConfig(num_envs=8), network=NetworkConfig(core=core), algorithm=algorithm)
     context = one.context(1)
     assert (context.minibatches, context.batches, context.rows) == expected
+
+
+OTHER, STRANGER = f"{2:032x}", f"{3:032x}"
+
+
+@pytest.mark.parametrize(
+    ("node", "ranks", "sender", "status"),
+    [
+        (NodeConfig(actors=ActorsConfig(count=1)), "us, other", OTHER, 400),
+        (NodeConfig(actors=ActorsConfig(count=1)), "us, other", STRANGER, 503),
+        (NodeConfig(actors=ActorsConfig(count=1)), "other, us", OTHER, 503),
+        (NodeConfig(actors=ActorsConfig(count=1)), "", OTHER, 503),
+        (NodeConfig(roles=("learner", "actor")), "", STRANGER, 400),
+        (NodeConfig(), "us, other", OTHER, 503),
+    ],
+)
+async def test_whose_unrolls_are_taken(events, node, ranks, sender, status):
+    """Of its pipeline's other ranks, where it is the first; of all where roles say so. 400: it was heard."""
+    peer = Peer(MemoryNetwork(random.Random(0)), 1, events, node)
+    names = {"us": peer.id, "other": OTHER}
+    members = tuple(names[name] for name in ranks.split(", ") if name)
+    peer.training.mode.strategy = SimpleNamespace(members=members)
+    with pytest.raises(Refusal) as refused:
+        await peer.training.take_unroll(SimpleNamespace(sender=sender, meta=b""))
+    assert refused.value.status == status
+
+
+async def test_whoever_acts_for_another_rank_takes_no_unrolls(events):
+    peer = Peer(MemoryNetwork(random.Random(0)), 1, events, NodeConfig(roles=("learner", "actor")))
+    peer.training.lent_actors.away = True
+    with pytest.raises(Refusal, match="later rank"):
+        await peer.training.take_unroll(SimpleNamespace(sender=OTHER, meta=b""))
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.5])

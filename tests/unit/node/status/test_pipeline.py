@@ -104,6 +104,7 @@ def test_who_makes_the_experience(figures, training, enter, rank, actors, lent, 
     if lent is not None:
         sender = SimpleNamespace(steps_per_s=50.0)
         training.lent_actors = SimpleNamespace(working=lent, sender=sender)
+        training.receiver = SimpleNamespace(figures=dict)
     assert pipeline_document(training)["experience"] == words
     report = figures.report()
     assert (report.acts, report.steps_per_s) == (bool(lent), 0.0 if lent is None else 50.0)

@@ -66,6 +66,15 @@ def figures(full) -> StatusReporter:
     return StatusReporter(full)
 
 
+async def test_actors_work_for_learners_that_learn_by_themselves(full, figures, membership, clock):
+    membership.views += [membership.view("f" * 32, "fred"), membership.view("a1" * 16, "new")]
+    assert set(figures.trainers()) == {B, "f" * 32, "a1" * 16}, "whoever hasn't said otherwise may"
+    full.gossip.table.merge(
+        [report("f" * 32, state="training", trains=False, stage="2/2")], clock.monotonic()
+    )
+    assert set(figures.trainers()) == {B, "a1" * 16}
+
+
 async def test_status_has_exactly_the_promised_keys(figures, full):
     status = figures.status()
     assert status.keys() == STATUS_KEYS

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,8 +18,11 @@ from p2pdrl.rl.engines import EngineOptions, policy_forward
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import Accumulated
 from p2pdrl.rl.pipeline.model_split import ModelSplit
+from p2pdrl.rl.pipeline.parts import policy_parts
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.registry import build_trainer
+
+from ..pipeline.pipelines import Pipeline, framed_ring, make_plan
 
 CPU = torch.device("cpu")
 T, B = 24, 5
@@ -135,6 +140,39 @@ def test_an_updates_gradient_is_the_references_in_any_number_of_microbatches(net
         np.testing.assert_allclose(terms, losses, rtol=1e-5, atol=1e-6)
     assert metrics["kl"] > 1e-3
     assert metrics["rho"] < 0.99
+
+
+def over_ranks():
+    """All models in two stages, the smallest in more and by the other schedules; the rest is slow."""
+    layouts = [("1f1b", 2, 2), ("1f1b", 3, 3), ("gpipe", 2, 2), ("gpipe", 3, 3), ("interleaved", 4, 2)]
+    for network, env, layout in itertools.product(NETWORKS, ENVS, layouts):
+        if network != "transformer" and layout[1] > 3:
+            continue  # it has three blocks
+        quick = layout[1] == 2 or (network, env) == ("mlp", "CartPole-v1") or layout[1] == 4
+        yield pytest.param(network, env, *layout, marks=[] if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("network", "env", "schedule", "stages", "ranks"), list(over_ranks()))
+def test_an_updates_gradient_is_the_references_over_the_ranks_of_a_pipeline(
+    network, env, schedule, stages, ranks
+):
+    """Rows are environments with T + 1 observations; targets of V-trace are made at the last rank."""
+    policy, flat, unroll = old_unroll(network, env)
+    expected, losses, _ = reference(policy, unroll)
+    config = msgspec.structs.replace(CONFIG, learning_rate=0.0)
+    for microbatches in (1, 2, 4, 8):
+        algorithm = Impala(config, flat, Accumulated(flat, policy_forward(policy), 1))
+        (loss,) = algorithm.losses
+        parts = policy_parts(policy, loss.objective, loss.optimizer, steps=T, most_rows=B, whole_unrolls=True)
+        with Pipeline(
+            parts, make_plan(parts, stages, microbatches, schedule, ranks), framed_ring
+        ) as pipeline:
+            loss.engine = loss.stepper = pipeline.head
+            metrics = algorithm.update(unroll)
+            assert relative(pipeline.gradient(parts), expected) < 1e-12
+        terms = [metrics[name] for name in ("policy_loss", "value_loss", "entropy")]
+        np.testing.assert_allclose(terms, losses, rtol=1e-9, atol=1e-12)
+        assert metrics["rho"] < 0.99
 
 
 @pytest.mark.parametrize("network", NETWORKS)
