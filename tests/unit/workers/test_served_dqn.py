@@ -91,15 +91,15 @@ def test_one_learner_with_two_shards_is_plain_dqn():
         )
         slots = GradientRing(ring, strategy.learner_mode.slots, served.layout.size)
         served.stepper = RequestStepper(strategy.learner_mode, handle.requests, replica, slots)
-        steps, made = 0, 0
+        steps = made = seed_version = 0
         for update in range(UPDATES):
             for trainer in (alone, served):
                 trainer.set_progress(update / (2 * UPDATES), steps)
             rate = TASK.algorithm.learning_rate * (1.0 - update / (2 * UPDATES))
             handle.learning_rate = other.learner.learning_rate = rate
             replica.take()
-            first = served.policy_version if update == 0 else first
-            alone.policy_version = first + made  # as servers count: the steps behind the parameters
+            seed_version = seed_version or served.policy_version
+            alone.policy_version = seed_version + made  # as servers count: the steps behind the parameters
             assert served.policy_version == alone.policy_version
             ours, theirs = alone.step(), served.step()
             replica.moved(versions=0)
