@@ -394,7 +394,11 @@ class DQNConfig(
     """The online network picks the next action and the target network judges it (van Hasselt 2016), which
     takes out most of the overestimation."""
     target_every: Count = 10_000
-    """Environment steps of the whole swarm between two copies of the network into its target."""
+    """How much lies between two copies of the network into its target; ``target_counts`` says of what."""
+    target_counts: Literal["env_steps", "versions"] = "env_steps"
+    """What ``target_every`` counts: the whole swarm's environment steps, of which a learner hears about once
+    a second, or versions of the policy: the steps of a parameter server (Nair 2015, arXiv 1507.04296), which
+    each fetch tells exactly, and else this learner's updates."""
     target_tau: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Instead, move the target by this share, see ``target_moves``; none copies."""
     target_moves: Literal["step", "fetch"] = "step"
@@ -435,8 +439,12 @@ class OnlineQOptions(AlgorithmOptions, frozen=True, forbid_unknown_fields=True, 
     """Steps per environment between updates (T), the paper's I_AsyncUpdate and t_max; of ``n_step_q`` also
     the n of its returns."""
     target_every: Count = 10_000
-    """Environment steps of the whole swarm between two copies of the network into its target (the paper's
+    """How much lies between two copies of the network into its target, by ``target_counts`` (the paper's
     I_target, there 40,000 frames of 4 to a step)."""
+    target_counts: Literal["env_steps", "versions"] = "env_steps"
+    """What ``target_every`` counts: the whole swarm's environment steps, of which a learner hears about once
+    a second, or versions of the policy: the steps of a parameter server (Nair 2015, arXiv 1507.04296), which
+    each fetch tells exactly, and else this learner's updates."""
     exploration_start: Fraction = 1.0
     """ε of ε-greedy actions at first."""
     exploration_ends: tuple[Fraction, ...] = (0.1, 0.01, 0.5)

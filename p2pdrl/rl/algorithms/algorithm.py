@@ -154,6 +154,10 @@ class Algorithm(ABC, Generic[BatchT]):
     def update(self, batch: BatchT) -> dict[str, float]:
         """Improve the parameters in place, and return what the monitors plot."""
 
+    def count_of(self, what: Literal["env_steps", "versions"]) -> int:
+        """Return how far the swarm, or this policy, is: what target networks are copied by."""
+        return self.env_steps if what == "env_steps" else self.policy_version
+
     @property
     def exploration(self) -> float:
         """ε of an ε-greedy behaviour policy; 0 where the policy is stochastic itself."""

@@ -160,7 +160,7 @@ class DQN(Algorithm[ReplayBatch]):
         config = self._config
         learning_rate = annealed(config.learning_rate, config.anneal, self.progress)
         beta = config.beta + (1.0 - config.beta) * self.progress
-        self._target.follow(self.env_steps)
+        self._target.follow(self.count_of(config.target_counts))
         totals = torch.zeros(QObjective.terms)
         norms = 0.0
         steps = skipped = outliers = 0

@@ -5,7 +5,8 @@ An unroll of ε-greedy steps is one batch and one gradient step of the mean over
     (R_t − Q(s_t, a_t; θ))².                                                                         (1)
 
 The three methods differ in R alone, which has no gradient; θ⁻ is a target network, a copy of θ that is taken
-each time the swarm has made ``target_every`` (I_target) environment steps:
+each time the swarm has made ``target_every`` (I_target) environment steps, or a server so many steps of its
+own (``target_counts``):
 
 | name | paper | R_t |
 |---|---|---|
@@ -103,7 +104,7 @@ class OnlineQ(Algorithm[Unroll]):
         """Improve the action values on one unroll, in place, and return what the monitors plot."""
         config = self._config
         learning_rate = annealed(config.learning_rate, config.anneal, self.progress)
-        self._target.follow(self.env_steps)
+        self._target.follow(self.count_of(config.target_counts))
         unroll, returns_TB = self._returns(batch)
         if not unroll.valid_TB.any():  # Sarsa's first steps: what follows them isn't known yet
             return {"exploration": self.exploration, "gradient_steps": 0.0, "skipped_steps": 0.0}

@@ -28,7 +28,7 @@ TASK = resolve(
     sets=[
         "task.network.hidden=[16]",
         "task.algorithm.learning_starts=100",
-        "task.algorithm.target_every=400",
+        "task.algorithm.target_every=50",
     ],
 ).config.task
 """The preset's, with a small network, a memory that is soon filled, and a target that moves several times."""
@@ -75,8 +75,8 @@ def test_one_learner_with_two_shards_is_plain_dqn():
             sim.introduce()
             await worker.start(train=False)
             await other.start(train=False)
-            async with asyncio.timeout(60):
-                while other.strategy.facts.get("workers") != 2 or "shard" not in worker.strategy.facts:
+            async with asyncio.timeout(60):  # until the servers' parameters are on the board
+                while other.strategy.facts.get("workers") != 2 or not handle.board.policy_version:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             return worker, other
 
@@ -91,13 +91,16 @@ def test_one_learner_with_two_shards_is_plain_dqn():
         )
         slots = GradientRing(ring, strategy.learner_mode.slots, served.layout.size)
         served.stepper = RequestStepper(strategy.learner_mode, handle.requests, replica, slots)
-        made = steps = 0
+        steps = made = seed_version = 0
         for update in range(UPDATES):
             for trainer in (alone, served):
                 trainer.set_progress(update / (2 * UPDATES), steps)
             rate = TASK.algorithm.learning_rate * (1.0 - update / (2 * UPDATES))
             handle.learning_rate = other.learner.learning_rate = rate
             replica.take()
+            seed_version = seed_version or served.policy_version
+            alone.policy_version = seed_version + made  # as servers count: the steps behind the parameters
+            assert served.policy_version == alone.policy_version
             ours, theirs = alone.step(), served.step()
             replica.moved(versions=0)
             replica.publish()
@@ -106,7 +109,8 @@ def test_one_learner_with_two_shards_is_plain_dqn():
             assert ours.metrics["gradient_steps"] == theirs.metrics["gradient_steps"]
             np.testing.assert_allclose(served.flat, alone.flat, rtol=0, atol=1e-6)
         assert made > 200
-        assert steps > 3 * TASK.algorithm.target_every
+        assert TASK.algorithm.target_counts == "versions"
+        assert made > 4 * TASK.algorithm.target_every
         assert worker.strategy.outcomes == {"ok": made}
         runner.run(worker.strategy.stop(1.0))
         runner.run(sim.close())

@@ -203,17 +203,25 @@ def test_nothing_is_learned_before_there_is_enough():
     assert (flat.numpy() != before).any()
 
 
-def test_the_target_is_copied_every_so_many_environment_steps_of_the_swarm():
-    algorithm, _, flat = make(DQNConfig(learning_starts=1, learning_rate=0.1, target_every=30))
+@pytest.mark.parametrize(
+    ("counts", "copied"),
+    [
+        ("env_steps", [True, False, False, True, False, False, True, False]),
+        ("versions", [True, False, False, False, False, True, False, False]),
+    ],
+)
+def test_the_target_is_copied_every_so_many_steps_of_the_swarm_or_of_its_servers(counts, copied):
+    config = DQNConfig(learning_starts=1, learning_rate=0.1, target_every=30, target_counts=counts)
+    algorithm, _, flat = make(config)
     (target,) = algorithm.targets
     copies = []
     for update in range(8):
-        algorithm.policy_version = 3 * update
+        algorithm.policy_version = 7 * update
         algorithm.env_steps = 10 * update
         before = flat.numpy().copy()
         algorithm.update(batch_of(FixedDraws(transitions(update))))
         copies.append(bool((target.state()["target.q"] == before).all()))
-    assert copies == [True, False, False, True, False, False, True, False]
+    assert copies == copied
 
 
 def test_or_moves_softly_after_each_step():

@@ -131,7 +131,8 @@ def test_n_step_returns_are_the_sums_they_stand_for(seed):
 @every_method
 @pytest.mark.parametrize("in_root", [False, True])
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_updates_are_those_of_plain_torch(method, in_root, microbatches):
+@pytest.mark.parametrize("counts", ["env_steps", "versions"])
+def test_updates_are_those_of_plain_torch(method, in_root, microbatches, counts):
     config = method(
         discount=0.9,
         learning_rate=0.01,
@@ -139,12 +140,14 @@ def test_updates_are_those_of_plain_torch(method, in_root, microbatches):
         rmsprop_eps_in_root=in_root,
         max_grad_norm=0.5,
         target_every=100,
+        target_counts=counts,
     )
     algorithm, policy, _ = make(config, microbatches=microbatches)
     mine, target = copy_of(policy), copy_of(policy)
     squares = [torch.zeros_like(p) for p in mine.parameters()]
     for update, seed in enumerate((3, 4, 5)):
-        algorithm.env_steps = 60 * update
+        algorithm.env_steps = 60 * update if counts == "env_steps" else 0
+        algorithm.policy_version = 60 * update if counts == "versions" else 0
         if update == 2:  # 120 steps: the first copy is due
             target = copy_of(mine)
         unroll = unroll_for(method, seed, steps=9, envs=4)
