@@ -190,6 +190,18 @@ def test_what_is_there_is_not_run_again_and_what_does_not_come_up_is_passed_over
     assert all(row["commit"] and row["command"].startswith("python ") for row in rows)
 
 
+def test_a_node_waits_once_it_is_held_sees_all_others_and_its_learner_is_up(script):
+    learner = {"pid": 7, "starting_s": None}
+    held = {"state": "paused", "members": {"alive": 3}, "learner": learner}
+    assert script.waits(held, 3)
+    assert script.waits(held | {"learner": None}, 3)  # it only acts
+    assert not script.waits(held, 4)
+    assert not script.waits(held | {"state": "training"}, 3)
+    assert not script.waits(held | {"learner": learner | {"pid": None}}, 3)
+    assert not script.waits(held | {"learner": learner | {"starting_s": 0.5}}, 3)
+    assert not script.waits({}, 3)  # it doesn't answer
+
+
 def test_rows_of_other_terms_do_not_mix(script, yard):
     row = row_of(script, "sgp", 51, pace_ms=2.0)
     assert yard.measured(row)
