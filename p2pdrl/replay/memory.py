@@ -18,6 +18,12 @@ copies, then stores how many rows the stream has had: 8 bytes, the only store th
 Whoever attaches to the buffer of a killed process therefore finds all but the unroll that was being appended;
 what can be derived (the sum tree, which rows count) is derived anew. One process at a time.
 
+There may be fewer streams than there might: the memory is divided among those that have come, the *grid*, and
+anew when others come, which keeps the newest rows of each. Streams move one after the other, each to places
+that no later one lies in; one that is being moved when the process is killed loses its rows, the others are
+where their words say, and whoever attaches moves the rest. Serials that are handed out carry how often that
+was: what is said of rows as they lay before is passed over.
+
 Prioritized experience replay: Schaul 2016, arXiv 1511.05952, sections 3.3 and 3.4; with several actors and n
 steps: Horgan 2018, arXiv 1803.00933.
 
@@ -51,6 +57,9 @@ BoolArray = npt.NDArray[np.bool_]
 DTYPES = ("bool", "uint8", "int64", "float32", "float64")
 MAX_FRAMES = 256
 _LINE_BYTES = 64
+_USED, _GRID, _TIMES = range(3)
+"""Words: how many streams have come, among how many the memory is divided, how often that was done anew."""
+_SERIAL_BITS = 40
 _VALID, _TERMINATED, _TRUNCATED, _PARTIAL = (np.uint8(1 << bit) for bit in range(4))
 """Bits of a row; partial: frames of its stack were lost before the row came."""
 _ENDED = _TERMINATED | _TRUNCATED
@@ -64,8 +73,8 @@ class ReplayLayout:
         obs_shape: of one observation; of one frame, where frames are stacked.
         obs_dtype: one of bool, uint8, int64, float32, float64; so is ``action_dtype``.
         action_shape: ``()`` for discrete actions.
-        streams: environments, of all actors together.
-        capacity: rows of all streams together; each has the same number, rounded down.
+        streams: environments that there may be, of all actors together.
+        capacity: rows of all streams together; each that has come has the same number, rounded down.
         frame_stack: K, frames in a sampled observation; 1 means that observations are sampled as they are.
         stack_axis: where the frames' axis is in a sampled observation: 0 puts it first, −1 last.
         alpha: α, the exponent of priorities: 0 makes all rows alike, 1 draws in proportion. None stores no
@@ -105,8 +114,13 @@ class ReplayLayout:
 
     @property
     def rows(self) -> int:
-        """Rows of each stream."""
+        """Rows of each stream once all have come: the least that it ever has."""
         return self.capacity // max(self.streams, 1)
+
+    @property
+    def places(self) -> int:
+        """Rows in memory, however many streams there are, and one more for each."""
+        return self.capacity + self.streams
 
     @property
     def sampled_shape(self) -> tuple[int, ...]:
@@ -134,10 +148,13 @@ class ReplayLayout:
 
     @cached_property
     def _parts(self) -> list[tuple[tuple[int, ...], str]]:
-        places = self.streams * (self.rows + 1)
+        places = self.places
         return [
             ((1,), "int64"),
             ((1,), "float64"),
+            ((3,), "int64"),
+            ((self.streams,), "int64"),
+            ((self.streams,), "int64"),
             ((self.streams,), "int64"),
             ((self.streams,), "int64"),
             ((places,), "uint8"),
@@ -178,7 +195,8 @@ class ReplaySample:
         next_obs_NX: the observations m steps later; the true final one after a truncation.
         weights_N: float32 importance weights, at most 1.
         indices_N: int64, where the rows lie.
-        serials_N: int64 numbers of the rows within their streams; with the indices they name rows for good.
+        serials_N: int64 numbers of the rows within their streams, above those how often the memory was
+            divided anew; with the indices they name rows for good.
         masses_N: float64 p^α of each row, 1 without priorities: what `importance_weights` needs where samples
             of several memories are put together.
         both_NX: the array that both observations are views of; None where they have one each.
@@ -241,19 +259,20 @@ class ReplayMemory:
             raise LayoutMismatchError(f"returns of {n_step} steps from streams of {layout.rows} rows")
         self.layout = layout
         self.n_step = n_step
-        places = layout.rows + 1
-        self._places = places
         # numpy's zeros take no memory before they are touched; a bytearray's do
-        arrays = layout.carve(np.zeros(layout.nbytes, np.uint8).data if buffer is None else buffer)
-        self._fingerprint, self._greatest, self._oldest_S, self._counts_S, *columns = arrays
-        self._flags, self._ages, self._rewards, self._priorities, self._actions, self._obs = columns
-        self._frames: Array = self._obs.reshape(layout.streams * places, -1)
+        arrays = list(layout.carve(np.zeros(layout.nbytes, np.uint8).data if buffer is None else buffer))
+        self._fingerprint, self._greatest, self._words, *streams = arrays[:7]
+        self._oldest_S, self._counts_S, self._grids_S, self._numbers_C = streams
+        self._columns = arrays[7:]
+        self._flags, self._ages, self._rewards, self._priorities, self._actions, self._obs = self._columns
+        self._frames: Array = self._obs.reshape(layout.places, -1)
         self._claim()
-        self._eligible: BoolArray = np.zeros(layout.streams * places, np.bool_)
+        self._eligible: BoolArray = np.zeros(layout.places, np.bool_)
         self._eligible_slots: Int64Array | None = None
         self._count = 0
-        self._tree = None if layout.alpha is None else SumTree(layout.streams * places)
-        self._settle(np.arange(layout.streams), places)
+        self._tree = None if layout.alpha is None else SumTree(layout.places)
+        self._numbers_C[self._numbers_C > self._used] = 0  # a process was killed before it counted these
+        self._divide()
 
     def _claim(self) -> None:
         """Mark a new buffer as one of this layout; refuse that of another."""
@@ -264,6 +283,77 @@ class ReplayMemory:
             self._fingerprint[0] = own
         elif found != own:
             raise LayoutMismatchError("the buffer holds a replay memory of another layout: begin with zeros")
+
+    # streams come
+
+    @property
+    def _used(self) -> int:
+        """Streams that have come: their numbers are less."""
+        return int(self._words[_USED])
+
+    @property
+    def rows(self) -> int:
+        """Rows that each stream has room for, with as many as have come."""
+        return self.layout.capacity // max(int(self._words[_GRID]), 1)
+
+    def _numbers_of(self, columns_B: Int64Array) -> Int64Array:
+        """Return the streams' numbers, in the order in which they came; −1 for those that haven't."""
+        numbers_B: Int64Array = self._numbers_C.take(columns_B) - 1
+        return numbers_B
+
+    def _admit(self, columns_B: Int64Array) -> Int64Array:
+        """Return the streams' numbers, and make room for those that are new."""
+        numbers_B = self._numbers_of(columns_B)
+        new = np.sort(columns_B[numbers_B < 0])
+        if not len(new):
+            return numbers_B
+        used = self._used
+        grid = int(self._words[_GRID])
+        if used + len(new) > grid:
+            # a little more than needed, lest every stream that comes moves all others
+            grid = min(max(used + len(new), grid + grid // 4), self.layout.streams)
+            self._words[_TIMES] += int(used > 0)
+            self._words[_GRID] = grid
+            fence()
+            self._divide()
+        self._numbers_C[new] = used + 1 + np.arange(len(new))
+        fence()
+        self._words[_USED] = used + len(new)
+        return self._numbers_of(columns_B)
+
+    def _divide(self) -> None:
+        """Bring all streams to where they lie by the grid in force, and find out which rows count."""
+        used = self._used
+        for stream in np.flatnonzero(self._grids_S[:used] != self._words[_GRID]).tolist():
+            self._move(stream)
+        self._grids_S[used:] = self._words[_GRID]
+        self._places = self.rows + 1
+        self._eligible[:] = False
+        self._eligible_slots, self._count = None, 0
+        if self._tree is not None:
+            self._tree.fill(np.zeros(len(self._eligible)))
+        if used:
+            self._settle(np.arange(used), self._places)
+
+    def _move(self, stream: int) -> None:
+        """Bring one stream's newest rows to where they lie by the grid in force."""
+        places = self.rows + 1
+        before = self.layout.capacity // int(self._grids_S[stream]) + 1
+        count = int(self._counts_S[stream])
+        first = max(int(self._oldest_S[stream]), count - self.rows)
+        serials = np.arange(first, count + 1)  # the observation behind the newest row, too
+        sources, targets = stream * before + serials % before, stream * places + serials % places
+        self._oldest_S[stream] = count
+        fence()
+        for column in self._columns:
+            if column.size:
+                column[targets] = column[sources]
+        if first == count:  # it may be one that was lost in its last move
+            self._flags[targets] = _PARTIAL
+        fence()
+        self._grids_S[stream] = self._words[_GRID]
+        fence()
+        self._oldest_S[stream] = first
 
     # what there is
 
@@ -285,7 +375,7 @@ class ReplayMemory:
     @property
     def full(self) -> bool:
         """Whether each new row takes the place of an old one."""
-        return self.stored == self.layout.streams * self.layout.rows
+        return self.stored == max(self._used, 1) * self.rows
 
     # rows come
 
@@ -327,12 +417,13 @@ class ReplayMemory:
             LayoutMismatchError: shapes, dtypes or columns don't fit, or the unroll is longer than a stream.
             PoisonedVectorError: a TD error is infinite.
         """
-        layout, places = self.layout, self._places
         T, B = rewards_TB.shape
         columns_B = np.arange(B) if columns_B is None else np.asarray(columns_B, np.int64)
         self._check(obs_T1BX, actions, rewards_TB, (terminated_TB, truncated_TB, valid_TB), columns_B)
-        had_B = self._counts_S[columns_B]
-        bases_B = columns_B * places
+        streams_B = self._admit(columns_B)
+        places = self._places
+        had_B = self._counts_S[streams_B]
+        bases_B = streams_B * places
         behind_B = bases_B + had_B % places
         lost_B = (self._frames[behind_B] != obs_T1BX[0].reshape(B, -1)).any(axis=1) & (had_B > 0)
         if restarts_B is not None:
@@ -343,7 +434,7 @@ class ReplayMemory:
         ages_T1B, partial_T1B = self._stacks(behind_B, lost_B, had_B == 0, np.asarray(valid_TB, np.bool_))
         priorities_TB = self._first_priorities((T, B), td_errors_TB)
 
-        self._oldest_S[columns_B] = np.maximum(self._oldest_S[columns_B], begins_B + T - layout.rows)
+        self._oldest_S[streams_B] = np.maximum(self._oldest_S[streams_B], begins_B + T - self.rows)
         fence()
         if cut_B.any():
             self._flags[behind_B[cut_B]] &= _PARTIAL
@@ -359,8 +450,8 @@ class ReplayMemory:
         if priorities_TB is not None:
             self._priorities[slots_TB] = priorities_TB
         fence()
-        self._counts_S[columns_B] = begins_B + T
-        self._settle(columns_B, T + 1 + self.n_step)
+        self._counts_S[streams_B] = begins_B + T
+        self._settle(streams_B, T + 1 + self.n_step)
 
     def _check(
         self, obs_T1BX: Array, actions: Array, rewards_TB: Array, flags: tuple[Array, ...], columns_B: Array
@@ -410,15 +501,15 @@ class ReplayMemory:
 
     # which rows may be sampled
 
-    def _settle(self, columns_B: Int64Array, newest: int) -> None:
+    def _settle(self, streams_B: Int64Array, newest: int) -> None:
         """Find out which of the newest rows of some streams may be sampled, and give them their masses.
 
         Args:
             newest: how many, and one more for the place behind them.
         """
         newest = min(newest, self._places)
-        oldest_B, counts_B = self._oldest_S[columns_B], self._counts_S[columns_B]
-        bases_B = columns_B * self._places
+        oldest_B, counts_B = self._oldest_S[streams_B], self._counts_S[streams_B]
+        bases_B = streams_B * self._places
         serials_WB = counts_B - np.arange(newest)[:, None]
         slots_WB = bases_B + serials_WB % self._places
         flags_WB = self._flags[slots_WB]
@@ -508,7 +599,7 @@ class ReplayMemory:
             next_obs_NX=next_obs_NX,
             weights_N=weights_N,
             indices_N=indices_N,
-            serials_N=serials_N,
+            serials_N=serials_N + self._stamp,
             masses_N=masses_N,
             both_NX=both_NX,
         )
@@ -603,28 +694,36 @@ class ReplayMemory:
             frames_NKX[row, : K - 1 - before_N[row]] = 0
         return np.moveaxis(frames_NKX, 1, -1) if moves else frames_NKX
 
-    def newest(self, streams_N: Int64Array, ages_N: Int64Array, *, discount: float) -> NewestRows:
+    def newest(self, columns_N: Int64Array, ages_N: Int64Array, *, discount: float) -> NewestRows:
         """Return rows by how long ago they came.
 
         Args:
-            streams_N: which streams they are of.
+            columns_N: which streams they are of, as `append` names them; they must have come.
             ages_N: 1 is a stream's newest row; more than it has are told as rows that may not be sampled.
             discount: γ.
         """
+        streams_N = self._numbers_of(columns_N)
         bases_N = streams_N * self._places
         serials_N = self._counts_S.take(streams_N) - ages_N
         indices_N = bases_N + serials_N % self._places
         there_N = serials_N >= self._oldest_S.take(streams_N)
         return NewestRows(
             indices_N,
-            serials_N,
+            serials_N + self._stamp,
             *self._returns(bases_N, serials_N, discount),
             eligible_N=there_N & self._eligible.take(indices_N),
         )
 
-    def rows_of(self, streams_N: Int64Array) -> Int64Array:
-        """Return how many rows ever came to some streams."""
-        return self._counts_S.take(streams_N)
+    def rows_of(self, columns_N: Int64Array) -> Int64Array:
+        """Return how many rows ever came to some streams, which `append` names so."""
+        numbers_N = self._numbers_of(columns_N)
+        rows_N: Int64Array = np.where(numbers_N < 0, 0, self._counts_S.take(np.maximum(numbers_N, 0)))
+        return rows_N
+
+    @property
+    def _stamp(self) -> int:
+        """Added to serials that are handed out: how often the memory was divided anew."""
+        return int(self._words[_TIMES]) << _SERIAL_BITS
 
     @property
     def places(self) -> int:
@@ -656,7 +755,10 @@ class ReplayMemory:
             raise TensorError("this replay memory draws uniformly: it has no priorities")
         priorities_N = self._priorities_of(td_errors_N)
         streams_N = indices_N // self._places
-        there_N = serials_N >= self._oldest_S.take(streams_N)
+        there_N = streams_N < self._used
+        streams_N = np.minimum(streams_N, self.layout.streams - 1)
+        serials_N = serials_N - self._stamp  # those of an earlier division are less than any now
+        there_N &= serials_N >= self._oldest_S.take(streams_N)
         there_N &= serials_N < self._counts_S.take(streams_N)
         there_N &= streams_N * self._places + serials_N % self._places == indices_N
         if not there_N.all():

@@ -154,7 +154,7 @@ def layout_of(streams, capacity, **options):
 def check(memory, environments, rng, draws=600):
     """Everything sampled is what the naive memory has, and all that it has may be sampled."""
     K, axis = memory.layout.frame_stack, memory.layout.stack_axis
-    expected = environments.expected(memory.n_step, K, memory.layout.rows)
+    expected = environments.expected(memory.n_step, K, memory.rows)
     assert memory.count == len(expected)
     assert memory.stored <= memory.layout.capacity
     if not expected:
@@ -383,6 +383,100 @@ def test_a_kill_during_an_append_loses_only_that_unroll(monkeypatch, fence, agai
         arrays, ends = environments.unroll([0, 1], 6)
         memory.append(*arrays, **ends, restarts_B=restarts)
         restarts = None
+    check(memory, environments, rng)
+
+
+def grown(environments, memory, turns, columns, T=7):
+    for _ in range(turns):
+        arrays, ends = environments.unroll(columns, T)
+        memory.append(*arrays, **ends, columns_B=np.array(columns))
+
+
+def test_streams_that_have_come_share_all_rows():
+    """Twelve might come: two have 60 rows each; when more do, the newest of each stay."""
+    environments, rng = Environments(12, seed=21), np.random.default_rng(0)
+    memory = ReplayMemory(layout_of(12, 120, alpha=0.6), n_step=2)
+    grown(environments, memory, 12, [7, 3])
+    assert (memory.rows, memory.stored, memory.full) == (60, 120, True)
+    check(memory, environments, rng)
+    old = memory.sample(100, rng, discount=GAMMA)
+    grown(environments, memory, 1, [0])
+    assert (memory.rows, memory.stored, memory.full) == (40, 87, False)
+    check(memory, environments, rng)
+    before = memory.mass
+    assert memory.update_priorities(old.indices_N, old.serials_N, np.full(100, 5.0)) == 0
+    assert memory.mass == before  # what was said of rows as they lay before is passed over
+    new = memory.sample(100, rng, discount=GAMMA)
+    assert memory.update_priorities(new.indices_N, new.serials_N, np.full(100, 1.0)) == 100
+    assert memory.rows_of(np.array([3, 7, 0, 11])).tolist() == [84, 84, 7, 0]
+    grown(environments, memory, 9, [11, 0, 5, 7])
+    assert (memory.rows, memory.layout.rows) == (24, 10)
+    check(memory, environments, rng)
+    grown(environments, memory, 4, list(range(12)))
+    assert (memory.rows, memory.stored) == (10, 120)
+    check(memory, environments, rng)
+
+
+@pytest.mark.parametrize("fence", range(1, 12))
+def test_a_kill_while_the_memory_is_divided_anew_loses_one_streams_rows_at_most(monkeypatch, fence):
+    environments = Environments(6, seed=22, dtype="uint8")
+    layout = layout_of(6, 90, obs_dtype="uint8", frame_stack=3, alpha=0.6)
+    buffer, rng = bytearray(layout.nbytes), np.random.default_rng(0)
+    memory = ReplayMemory(layout, n_step=3, buffer=memoryview(buffer))
+    grown(environments, memory, 6, [0, 4, 2])
+    new = environments.unroll([1, 3], 7)
+    calls = 0
+
+    def killed():
+        nonlocal calls
+        calls += 1
+        if calls == fence:
+            raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "fence", killed)
+        with pytest.raises(KilledError):
+            memory.append(*new[0], **new[1], columns_B=np.array([1, 3]))
+    for b in (1, 3):
+        environments.history[b].clear()
+    memory = ReplayMemory(layout, n_step=3, buffer=memoryview(buffer))
+    assert memory.rows == 18
+
+    def kept():
+        """Rows of each stream that may be sampled: how many there are, and how many should be."""
+        expected = environments.expected(3, 3, memory.rows)
+        sample = memory.sample(600, rng, discount=GAMMA)
+        seen = {obs[-1].tobytes() for obs in sample.obs_NX}
+        # behind what was lost the memory may know that an episode began there, and the naive one doesn't
+        own = {row["obs"].tobytes() for b in lost for row in environments.history[b]}
+        assert seen - own <= set(expected)
+        known = truths()
+        for row in range(len(sample.obs_NX)):
+            want = known[sample.obs_NX[row, -1].tobytes()]
+            assert (sample.obs_NX[row] == want["obs"]).all()
+            assert (sample.next_obs_NX[row] == want["next_obs"]).all()
+        keys = [{row["obs"].tobytes() for row in history} for history in environments.history]
+        return {b: (len(keys[b] & seen), len(keys[b] & set(expected))) for b in (0, 4, 2)}
+
+    def truths():
+        """All transitions, had nothing been lost."""
+        shown = [(row, row["shown"]) for history in environments.history for row in history]
+        for row, _ in shown:
+            row["shown"] = True
+        found = environments.expected(3, 3, 1000)
+        for row, was in shown:
+            row["shown"] = was
+        return found
+
+    lost = []
+    lost = [b for b, (there, wanted) in kept().items() if there != wanted]
+    assert len(lost) <= 1
+    assert all(kept()[b][0] == 0 for b in lost)
+    for row in (row for b in lost for row in environments.history[b]):
+        row["shown"] = False
+    grown(environments, memory, 2, [0, 1, 2, 3, 4])
+    kept()
+    grown(environments, memory, 2, [0, 1, 2, 3, 4])
     check(memory, environments, rng)
 
 
