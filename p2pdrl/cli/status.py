@@ -231,7 +231,7 @@ def _evaluation(s: _Shown) -> str:
 
 
 def _training(s: _Shown) -> str:
-    if _serves(s):
+    if _serves(s) and s.get("collects") is False:
         before = f"; {s.number('env_steps')} steps, {s.number('updates')} updates before"
         return f"none of its own{before if s.get('env_steps') else ''}"
     rate = formats.count(s.get("steps_per_s"))

@@ -123,6 +123,7 @@ def _start(config: NodeConfig, task: TaskConfig, seed: int) -> Start:
         actors=count,
         actors_ahead=config.actors.ahead,
         remote_actors=remote,
+        remote_ahead=0 if lanes_for_ranks(config) else 1,
     )
     if config.holds_replay:
         if not replays:
@@ -614,8 +615,8 @@ class Training:
         if lanes_for_ranks(self._config) and incoming.sender not in self._ranks:
             raise Refusal(
                 503,
-                "this learner takes unrolls of its pipeline's other ranks only: start its node with --roles "
-                "learner,actor, or set node.learner.remote_actors",
+                "this learner takes unrolls of its pipeline's other ranks only, once that is formed; so that "
+                "it takes all, start its node with --roles learner,actor, or set node.learner.remote_actors",
             )
         return await self.receiver.answer(incoming)
 

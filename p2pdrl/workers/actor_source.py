@@ -40,8 +40,9 @@ class ActorSource(Source[BatchT]):
     Args:
         actors: of this node.
         ahead: unrolls that each actor may make ahead of the learner.
-        remote: lanes for actors of other nodes, each of which may have all of the task's environments; they
-            may always be one unroll ahead, for the way is long.
+        remote: lanes for actors of other nodes, each of which may have all of the task's environments.
+        remote_ahead: unrolls that those may be ahead, at least: one, where the way is long and there are many
+            of them; none where data are to be as new as this node's own.
         clock: seconds, monotonic.
 
     Attributes:
@@ -56,17 +57,19 @@ class ActorSource(Source[BatchT]):
         actors: int,
         ahead: int,
         remote: int = 0,
+        *,
+        remote_ahead: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._acting = acting
-        self._ahead = ahead
+        self._ahead, self._remote_ahead = ahead, max(ahead, remote_ahead)
         self._clock = clock
         algorithm: Any = acting.task.algorithm
         steps = algorithm.unroll_steps
         self._wanted = acting.task.env.num_envs
         local = shares_of(self._wanted, actors) if actors else ()
         shares = (*local, *(self._wanted for _ in range(remote)))
-        slots = 1 + max(ahead, 1 if remote else 0)
+        slots = 1 + (self._remote_ahead if remote else ahead)
         self.spec = UnrollSpec(unroll_items(acting.policy, steps), shares, slots, remote)
         self._environments = sum(shares)
         self._size = acting.flat.layout.size
@@ -187,7 +190,7 @@ class ActorSource(Source[BatchT]):
     def grant(self) -> None:
         """Let each actor begin its next unroll, with whatever policy there is."""
         for number, lane in enumerate(self._lanes):
-            lane.grant(self._ahead if number < self.spec.local else max(self._ahead, 1))
+            lane.grant(self._ahead if number < self.spec.local else self._remote_ahead)
 
     def publish(self, version: int) -> None:
         """Write the policy to where actors read it, and let each begin its next unroll."""

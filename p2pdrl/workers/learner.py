@@ -379,7 +379,11 @@ def _build(start: Start) -> tuple[Trainer, str]:
         source = partial(SampleSource, seed=start.seed)
     elif start.actors or start.remote_actors:
         source = partial(
-            ActorSource, actors=start.actors, ahead=start.actors_ahead, remote=start.remote_actors
+            ActorSource,
+            actors=start.actors,
+            ahead=start.actors_ahead,
+            remote=start.remote_actors,
+            remote_ahead=start.remote_ahead,
         )
         streams = task.env.num_envs * (bool(start.actors) + start.remote_actors)
     trainer = build_trainer(

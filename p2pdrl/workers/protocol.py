@@ -187,6 +187,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     """Unrolls that each may make ahead of the learner."""
     remote_actors: int = 0
     """Actors of other nodes that it may learn from, at most."""
+    remote_ahead: int = 1
+    """Unrolls that each of those may make ahead of the learner, at least."""
     replay: Literal["own", "shard", "sampled"] = "own"
     """Where an algorithm's replay memory is: its learner's own; this process is a shard of it, and learns
     nothing; or in shards on other nodes."""

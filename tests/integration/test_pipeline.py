@@ -150,7 +150,7 @@ def counted_once(nodes, lost=0):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_actors_of_all_ranks_act_for_the_first(swarm, wait_until, no_orphans):
     nodes = swarm.start_team(2, ACTING)
     wait_until(lambda: whole(nodes, 2), START_S, "a pipeline of both")
@@ -189,7 +189,7 @@ def test_actors_of_all_ranks_act_for_the_first(swarm, wait_until, no_orphans):
     assert first.status()["learner"]["restarts"] == 0
     newcomer = swarm.start("n2", *(f"--set={key}={value}" for key, value in ACTING.items()), peers=first)
     nodes = [first, newcomer]
-    swarm.training(*nodes)
+    swarm.training(*nodes, timeout_s=2 * START_S)
     wait_until(lambda: whole(nodes, 2), START_S, "a pipeline with the newcomer")
     grow(nodes, wait_until, "both make steps")
 

@@ -207,6 +207,17 @@ def test_status_shows_the_pipeline(pipeline, shown):
     assert f"pipeline {shown}" in text
 
 
+def test_status_shows_who_acts_for_a_pipeline():
+    """A later rank with actors has steps of its own, and no returns."""
+    pipeline = PIPELINE | {"experience": "its 1 actor works for rank 0"}
+    more = {"pipeline": pipeline, "stage": "2/2", "collects": True, "mean_return": None}
+    sent = {"sent": {"sent": 12, "env_steps": 240, "learner_name": "n0"}}
+    text = " ".join(rendered(status_view({**FakeNode().status(), **more, "experience": sent})).split())
+    assert "with n0, n1, its 1 actor works for rank 0; generation 3" in text
+    assert "return –, it computes and acts for the first rank of its pipeline" in text
+    assert "training 3k steps/s, 120,000 steps" in text
+
+
 def test_status_shows_what_a_pipeline_cannot_be():
     pipeline = {"role": "standby", "limit": "task.strategy.stages: 4 stages need as many blocks"}
     text = " ".join(rendered(status_view({**FakeNode().status(), "pipeline": pipeline})).split())

@@ -58,9 +58,10 @@ def ids():
 class Pool:
     """What daemon and actor processes are to a learner."""
 
-    def __init__(self, task, actors=1, ahead=0, remote=0):
+    def __init__(self, task, actors=1, ahead=0, remote=0, **options):
         self.now_s = 0.0
-        maker = partial(ActorSource, actors=actors, ahead=ahead, remote=remote, clock=lambda: self.now_s)
+        counts = {"actors": actors, "ahead": ahead, "remote": remote}
+        maker = partial(ActorSource, **counts, clock=lambda: self.now_s, **options)
         own = task.env.num_envs
         self.trainer = build_trainer(task, SEED, "cpu", source=maker, streams=own * (bool(actors) + remote))
         self.source = self.trainer.source
@@ -412,6 +413,17 @@ def test_lanes_that_nobody_has_come_to_are_not_waited_for(pools, others):
     assert pool.trainer.ready
     pool.step()
     assert pool.source.left_out == 0
+
+
+@pytest.mark.parametrize(("least", "unrolls", "slots"), [(1, 2, 2), (0, 1, 1)])
+def test_how_far_ahead_actors_of_other_nodes_may_be(pools, others, least, unrolls, slots):
+    task = TaskConfig(env=CARTPOLE, network=MLP, algorithm=PPO)
+    pool = pools(task, actors=1, remote=1, remote_ahead=least)
+    far = others(pool, 1, 3, 1)
+    pool.trainer.publish()
+    assert [far.act() for _ in range(3)].count(True) == unrolls
+    assert [pool.act(0), pool.act(0)] == [[0], []], "this node's own keeps step in any case"
+    assert pool.source.spec.slots == slots
 
 
 def test_what_other_nodes_count_is_told_apart(pools, others):
