@@ -106,7 +106,7 @@ SYSTEMS: dict[str, System] = {
     **_same("parameter servers", "mapreduce_sync", "downpour", "async_nstep_q"),
     "impala": System("impala", "actors and learners", ("learner", "actor")),
     "apex_dqn": System("apex_dqn", "actors and learners", ("learner,replay", "actor")),
-    "rapid": System("rapid", "actors and learners", ("learner", "learner", "actor")),
+    "rapid": System("rapid", "actors and learners", ("learner", "actor")),
     **_same("within a node, or one model over nodes", "hogwild", "a3c", "amb_pp"),
 }
 

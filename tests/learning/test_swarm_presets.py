@@ -31,6 +31,7 @@ class Case(NamedTuple):
         limit_s: in which the swarm is to have stopped.
         nodes: their number.
         roles: options of ``swarm up`` that say who does what; by default each node does everything.
+        sets: ``KEY=VALUE`` over the preset: of those that train on to the end of their steps, the goal.
     """
 
     goal: float
@@ -38,12 +39,40 @@ class Case(NamedTuple):
     limit_s: float
     nodes: int = 3
     roles: tuple[str, ...] = ()
+    sets: tuple[str, ...] = ()
 
+
+GOAL = ("task.stop.mean_return=475",)
 
 CASES = {
     "cartpole": Case(475, 600_000, 900),
+    "adpsgd": Case(475, 500_000, 900, sets=GOAL),
+    "sgp": Case(475, 600_000, 900),
+    "gala": Case(475, 1_000_000, 900),
+    "dsgd": Case(475, 600_000, 900),
+    "gossip_gradients": Case(475, 1_000_000, 900),
+    "strom": Case(475, 1_000_000, 900),
+    "rlx_compose": Case(475, 200_000, 900),
+    "mapreduce_sync": Case(475, 600_000, 900),
     "downpour": Case(475, 1_000_000, 900),
+    "grad_average": Case(475, 600_000, 900),
+    "ddp": Case(475, 600_000, 900),
+    "ddppo": Case(475, 600_000, 900),
+    "param_average": Case(475, 600_000, 900),
+    "hogwild": Case(475, 1_000_000, 900),
     "a3c": Case(475, 1_000_000, 900),
+    "impala": Case(475, 600_000, 900, roles=("--learners", "1"), sets=(*GOAL, "task.stop.env_steps=600000")),
+    "rapid": Case(475, 600_000, 900, nodes=4, roles=("--learners", "2")),
+    "apex_dqn": Case(475, 400_000, 900, nodes=5, roles=("--learners", "1", "--replays", "2")),
+    "apex_ddpg": Case(
+        -200,
+        60_000,
+        900,
+        nodes=4,
+        roles=("--learners", "1", "--replays", "1"),
+        sets=("task.stop.mean_return=-200", "task.stop.env_steps=60000"),
+    ),
+    "amb_pp": Case(475, 600_000, 900, nodes=2, sets=(*GOAL, "task.stop.env_steps=600000")),
 }
 
 
@@ -54,6 +83,7 @@ def test_a_swarm_reaches_the_goal(preset, seed, tmp_path):
     case = CASES[preset]
     command = [sys.executable, "-m", "p2pdrl", "swarm", "up", str(case.nodes), *case.roles]
     command += ["--config", preset, "--set", f"task.seed={seed}"]
+    command += [word for one in case.sets for word in ("--set", one)]
     command += ["--data-root", str(tmp_path), "--base-port", str(free_port()), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
