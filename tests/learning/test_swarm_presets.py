@@ -91,11 +91,15 @@ def test_a_swarm_reaches_the_goal(preset, seed, tmp_path):
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=LEAVE_S)
-    result = json.loads(out)
-    swarm, reason = result["swarm"], result["swarm"]["stop"]["reason"]
-    steps = swarm["swarm_env_steps"]
-    print(f"{preset}, seed {seed}: {steps:,} steps in {result['seconds']:.0f} s: {reason}", flush=True)
+        finally:
+            process.kill()  # nodes don't outlive it
     last = err[-3000:]
+    assert out, f"it said nothing:\n{last}"
+    result = json.loads(out)
+    swarm = result["swarm"]
+    assert swarm, f"no node ever answered:\n{last}"
+    steps, reason = swarm["swarm_env_steps"], swarm["stop"]["reason"]
+    print(f"{preset}, seed {seed}: {steps:,} steps in {result['seconds']:.0f} s: {reason}", flush=True)
     assert swarm["stop"]["reached"], f"it didn't stop in time:\n{last}"
     assert reason.startswith(f"mean return {case.goal:g} is reached"), reason
     assert steps <= case.budget
