@@ -60,9 +60,7 @@ FIELDS = (
 SAMPLE_S = 1.0
 START_S = 300.0
 POLL_S = 0.5
-QUIET_S = 2.0
-QUIET_SHARE = 0.15
-"""Of a processor: nodes that wait take less, each of them."""
+QUIET_POLLS = 4
 ALL = "all"
 """A node that acts, learns and holds what there is to hold."""
 
@@ -272,23 +270,19 @@ def begin(swarm: LocalSwarm, timeout_s: float = START_S) -> None:
     Raises:
         SystemExit: they aren't in time.
     """
-    seen_s = quiet_since_s = time.monotonic()
-    used_s = 0.0
+    quiet = 0
 
     def held() -> bool:
-        nonlocal seen_s, used_s, quiet_since_s
+        nonlocal quiet
+        time.sleep(POLL_S)
         statuses = [node.status() for node in swarm.living]
         for node, status in zip(swarm.living, statuses, strict=True):
             if status.get("state") == "training":
                 node.client.post("/v1/pause?scope=swarm")
-        # Processes that load their libraries are seen by the processor time that they take.
-        now_s, used_now_s = time.monotonic(), sum(node.cpu_s() for node in swarm.living)
-        if used_now_s - used_s > QUIET_SHARE * (now_s - seen_s) * len(swarm.nodes):
-            quiet_since_s = now_s
-        seen_s, used_s = now_s, used_now_s
-        time.sleep(POLL_S)
+        # Actors tell of themselves with their first unroll; until then they are seen to load their libraries.
+        quiet = 0 if any(node.children_compute() for node in swarm.living) else quiet + 1
         there = sum(waits(status, len(swarm.nodes)) for status in statuses)
-        return there == len(swarm.nodes) and now_s - quiet_since_s >= QUIET_S
+        return there == len(swarm.nodes) and quiet >= QUIET_POLLS
 
     swarm.wait(held, timeout_s, "all nodes are there, with their processes, and wait")
     swarm.living[0].client.post("/v1/resume?scope=swarm")

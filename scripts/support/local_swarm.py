@@ -139,6 +139,15 @@ class Node:
             pass  # it ends just now
         return total
 
+    def children_compute(self) -> bool:
+        """Whether a process of it beside the daemon computes, or waits for a core, at this moment."""
+        working = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
+        try:
+            children = psutil.Process(self.process.pid).children(recursive=True)
+            return any(child.status() in working for child in children)
+        except psutil.Error:
+            return False  # it ends just now
+
 
 class LocalSwarm:
     """Context manager over nodes; leaving it kills those that still run.

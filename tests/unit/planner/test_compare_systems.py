@@ -214,8 +214,8 @@ def test_rows_of_other_terms_do_not_mix(script, yard):
 
 @pytest.mark.slow
 def test_a_system_is_run_once_and_then_read(tmp_path):
-    command = [sys.executable, SCRIPTS / "compare_systems.py", "--only", "impala", "--out", tmp_path]
-    command += ["--budget-s", "15", "--goal", "1", "--after-s", "1", "--every", "500", "--episodes", "2"]
+    options = "--only impala --nodes 2 --budget-s 15 --goal 1 --after-s 1 --every 500 --episodes 2"
+    command = [sys.executable, SCRIPTS / "compare_systems.py", *options.split(), "--out", tmp_path]
 
     def run() -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -226,13 +226,12 @@ def test_a_system_is_run_once_and_then_read(tmp_path):
     first = run()
     with (tmp_path / "runs.csv").open(newline="") as file:
         (row,) = csv.DictReader(file)
-    assert (row["system"], row["seed"], row["roles"]) == ("impala", "51", "1 learner + 2 actor")
-    assert (
-        0 < int(row["env_steps"]) <= 2500 * float(row["seconds"])
-    )  # 2,000 a second, and what was on its way
+    assert (row["system"], row["seed"], row["roles"]) == ("impala", "51", "1 learner + 1 actor")
+    # the only node that acts makes 500 a second, and a little was on its way
+    assert 0 < int(row["env_steps"]) <= 600 * float(row["seconds"])
     assert int(row["bytes_per_node"]) > 1000
     assert float(row["cpu_s"]) > 0
-    assert "| impala | 1 learner + 2 actor | 51 |" in first.stdout
+    assert "| impala | 1 learner + 1 actor | 51 |" in first.stdout
     assert (tmp_path / "table.md").read_text() == first.stdout
     again = run()
     assert again.stdout == first.stdout
