@@ -74,8 +74,9 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     remote_actors: Annotated[int, Meta(ge=0, le=1024)] | Literal["auto"] = "auto"
     """Actor processes of other nodes that this learner takes unrolls from, at most; each may have all of the
     task's environments. This node's own are in processes then, too. ``auto`` is 0 where ``node.roles`` says
-    nothing; else 16, or 4 where there is a replay memory, which is divided among as many environments as
-    there may be. A node that holds a shard of a replay takes unrolls likewise."""
+    nothing; else 16, or 4 where there is a replay memory, which must have room for unrolls of all of them; it
+    is divided among the environments that have come, anew when others do. A node that holds a shard of a
+    replay takes unrolls likewise."""
     replay_on_disk: bool = False
     """Keep a replay memory in a file of the data folder, as large as ``task.algorithm.buffer_size`` steps
     are: a node that is started again goes on with it, and it may be larger than the machine's memory.

@@ -48,7 +48,7 @@ STALLED_S = 60.0
 STALLED_TIMES = 10.0
 REMOTE_ACTORS = 16
 REPLAY_ACTORS = 4
-"""Of other nodes, where nothing else is said: more would leave each environment little of a replay memory."""
+"""Of other nodes, where nothing else is said: a small replay memory has no room for unrolls of more."""
 
 
 def actor_count(node: NodeConfig, task: TaskConfig, cores: int | None = None) -> int:
