@@ -162,7 +162,7 @@ class StepPort:
     @property
     def questions(self) -> tuple[int, ...]:
         """How many each actor has asked; 0 for those that wait for no answer."""
-        return () if self._lanes is None else tuple(self._lanes.questions.tolist())
+        return () if self._lanes is None else tuple(self._lanes.questions)
 
     def left(self, number: int) -> None:
         """An actor is gone: no batch waits for it."""
