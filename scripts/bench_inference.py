@@ -132,7 +132,8 @@ def main() -> int:
             local_us, batched_us = (statistics.median(column) for column in zip(*rounds, strict=True))
             print(
                 f"{network:10} {count} actors: local {local_us:6.0f} µs a step, "
-                f"batched {batched_us:6.0f} µs, {local_us / batched_us:4.2f} ×; {crew.environments():.1f} environments in a batch",
+                f"batched {batched_us:6.0f} µs, {local_us / batched_us:4.2f} ×; "
+                f"{crew.environments():.1f} environments in a batch",
                 flush=True,
             )
     return 0
