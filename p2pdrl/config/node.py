@@ -114,8 +114,8 @@ class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     inference: Literal["local", "batched"] = "local"
     """Who computes actions: each actor by itself, with a copy of the policy, or for all of them the process
     that answers ``POST /v1/act``, in batches and on ``node.inference.device``; actors only have environments
-    then, and the policy of an unroll may become newer in the middle of it (V-trace doesn't mind; with
-    ``ahead = 0`` it can't). For a GPU, or a large network and actors of few environments: of a processor's
+    then, and the policy of an unroll may become newer in the middle of it (V-trace doesn't mind; it can't
+    where a learner's own actors have ``ahead = 0``). For a GPU, or a large network and actors of few environments: of a processor's
     time for a step, eight environments among 1, 2, 4, 8 actors, ``batched`` saved a factor of 0.9, 1.2, 2.0,
     2.3 with the Nature CNN, and of 0.4, 0.8, 0.8, 1.1 with CartPole's MLP (``scripts/bench_inference.py``).
     ``node.inference`` says how batches are made."""
