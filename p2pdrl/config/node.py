@@ -115,10 +115,10 @@ class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Who computes actions: each actor by itself, with a copy of the policy, or for all of them the process
     that answers ``POST /v1/act``, in batches and on ``node.inference.device``; actors only have environments
     then, and the policy of an unroll may become newer in the middle of it (V-trace doesn't mind; it can't
-    where a learner's own actors have ``ahead = 0``). For a GPU, or a large network and actors of few environments: of a processor's
-    time for a step, eight environments among 1, 2, 4, 8 actors, ``batched`` saved a factor of 0.9, 1.2, 2.0,
-    2.3 with the Nature CNN, and of 0.4, 0.8, 0.8, 1.1 with CartPole's MLP (``scripts/bench_inference.py``).
-    ``node.inference`` says how batches are made."""
+    where a learner's own actors have ``ahead = 0``). For a GPU, or a large network and actors of few
+    environments: of a processor's time for a step, eight environments among 1, 2, 4, 8 actors, ``batched``
+    saved a factor of 0.9, 1.2, 2.0, 2.3 with the Nature CNN, and of 0.4, 0.8, 0.8, 1.1 with CartPole's MLP
+    (``scripts/bench_inference.py``). ``node.inference`` says how batches are made."""
     state_every_s: PositiveSeconds = 30.0
     """A node that acts and doesn't learn fetches the whole state, the optimizer's too, so often: the most
     that is lost when all that learn are gone."""
