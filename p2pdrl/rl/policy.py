@@ -335,8 +335,10 @@ class ActorCritic(Policy):
         narrow: bool = False,
     ) -> Acted:
         """See ``Policy.step``."""
-        narrow = narrow and self.shares_features
-        features = self.lasting_features(obs_BX, state_BS, narrow=narrow)
+        if narrow and self.shares_features:
+            features = self.lasting_features(obs_BX, state_BS, narrow=True)
+        else:
+            features = self.features(obs_BX, state_BS)
         outputs = self.outputs_on(features, obs_BX)
         policy = outputs.distribution()
         for_policy = self.actor(features) if self.state_dependent else features

@@ -310,18 +310,16 @@ class StepLanes:
         )
 
     @property
-    def questions(self) -> npt.NDArray[np.uint64]:
+    def questions(self) -> list[int]:
         """How many each lane has asked; 0 for those that wait for no answer."""
-        asked = self._words[:, _ASKED].copy()
-        asked[asked == self._words[:, _ANSWERED]] = 0
+        asked, answered = self._words[:, _ASKED].tolist(), self._words[:, _ANSWERED].tolist()
         fence()
-        return asked
+        return [0 if one == other else one for one, other in zip(asked, answered, strict=True)]
 
     @property
-    def acting(self) -> npt.NDArray[np.bool_]:
+    def acting(self) -> list[bool]:
         """Which lanes' actors are within an unroll."""
-        acting: npt.NDArray[np.bool_] = self._words[:, _ACTING] != 0
-        return acting
+        return [word != 0 for word in self._words[:, _ACTING].tolist()]
 
     def answer(self, number: int, question: int, version: int) -> None:
         """Say that the rows of a lane's ``answered`` hold the answer.

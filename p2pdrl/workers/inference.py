@@ -176,10 +176,10 @@ class StepBatcher:
     def look(self, lanes: StepLanes, now_s: float) -> None:
         """Note who waits for an answer."""
         questions, acting = lanes.questions, lanes.acting
-        found = {number: int(questions[number]) for number in np.flatnonzero(questions).tolist()}
+        found = {number: question for number, question in enumerate(questions) if question}
         self._questions = found
         self._since_s = {number: self._since_s.get(number, now_s) for number in found}
-        self._all_asked = not acting[questions == 0].any()
+        self._all_asked = all(question for question, acts in zip(questions, acting, strict=True) if acts)
 
     def due_in_s(self, now_s: float) -> float | None:
         """Return when the next batch is to be answered, 0 for now; None while nobody waits."""

@@ -48,7 +48,7 @@ STALLED_S = 60.0
 STALLED_TIMES = 10.0
 REMOTE_ACTORS = 16
 REPLAY_ACTORS = 4
-"""Of other nodes, where nothing else is said: more would leave each environment little of a replay memory."""
+"""Of other nodes, where nothing else is said: a small replay memory has no room for unrolls of more."""
 
 
 def actor_count(node: NodeConfig, task: TaskConfig, cores: int | None = None) -> int:
@@ -172,7 +172,7 @@ class StepPort:
     @property
     def questions(self) -> tuple[int, ...]:
         """How many each actor has asked; 0 for those that wait for no answer."""
-        return () if self._lanes is None else tuple(self._lanes.questions.tolist())
+        return () if self._lanes is None else tuple(self._lanes.questions)
 
     def left(self, number: int) -> None:
         """An actor is gone: no batch waits for it."""

@@ -233,13 +233,13 @@ def test_an_answer_to_a_dead_actors_question_is_none_to_its_successors():
     lanes = lanes_of()
     first = lanes.lanes[0]
     first.ask()
-    (question, _, _) = lanes.questions.tolist()
+    (question, _, _) = lanes.questions
     first.ask()  # its successor, before that is answered
     lanes.answer(0, question, version=5)
     assert first.waits
-    lanes.answer(0, int(lanes.questions[0]), version=6)
+    lanes.answer(0, lanes.questions[0], version=6)
     assert (first.waits, first.version) == (False, 6)
-    assert lanes.questions.tolist() == [0, 0, 0]
+    assert lanes.questions == [0, 0, 0]
 
 
 class Crew:
