@@ -75,9 +75,9 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Actor processes of other nodes that this learner takes unrolls from, at most; each may have all of the
     task's environments. This node's own are in processes then, too. ``auto`` is 16 where ``node.roles`` says
     something, or 4 where there is a replay memory, which must have room for unrolls of all of them, and is
-    divided among the environments that have come, anew when others do; else it is 0, or 16 for the other ranks
-    of its pipeline, and nobody else, where this node has actors. A node that holds a shard of a replay takes
-    unrolls likewise."""
+    divided among the environments that have come, anew when others do; else it is 0, or 16 for the other
+    ranks of its pipeline, and nobody else, where this node has actors. A node that holds a shard of a replay
+    takes unrolls likewise."""
     replay_on_disk: bool = False
     """Keep a replay memory in a file of the data folder, as large as ``task.algorithm.buffer_size`` steps
     are: a node that is started again goes on with it, and it may be larger than the machine's memory.
