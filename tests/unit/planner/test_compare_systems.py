@@ -66,7 +66,7 @@ def test_a_node_makes_as_many_steps_a_second_with_any_number_of_environments_and
 
 def test_who_does_what(script):
     assert script.SYSTEMS["impala"].placement(3) == "1 learner + 2 actor"
-    assert script.SYSTEMS["rapid"].placement(5) == "2 learner + 3 actor"
+    assert script.SYSTEMS["rapid"].placement(5) == "1 learner + 4 actor"
     assert script.SYSTEMS["sgp"].placement(3) == "3 all"
 
 
