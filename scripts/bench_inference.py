@@ -44,7 +44,7 @@ TASKS = {
 }
 
 
-class Crew:
+class Actors:
     """So many actors, twice: with policies of their own, and with one that they ask."""
 
     def __init__(self, task: TaskConfig, count: int) -> None:
@@ -122,18 +122,18 @@ def main() -> int:
     torch.set_num_threads(1)
     for network in options.networks:
         for count in options.counts:
-            crew, unrolls = Crew(TASKS[network], count), 10 if network == "mlp" else 2
-            crew.alone()
-            crew.batched()
+            actors, unrolls = Actors(TASKS[network], count), 10 if network == "mlp" else 2
+            actors.alone()
+            actors.batched()
             rounds = [
-                (cost_us(crew.alone, crew.steps, unrolls), cost_us(crew.batched, crew.steps, unrolls))
+                (cost_us(actors.alone, actors.steps, unrolls), cost_us(actors.batched, actors.steps, unrolls))
                 for _ in range(options.rounds)
             ]
             local_us, batched_us = (statistics.median(column) for column in zip(*rounds, strict=True))
             print(
                 f"{network:10} {count} actors: local {local_us:6.0f} µs a step, "
                 f"batched {batched_us:6.0f} µs, {local_us / batched_us:4.2f} ×; "
-                f"{crew.environments():.1f} environments in a batch",
+                f"{actors.environments():.1f} environments in a batch",
                 flush=True,
             )
     return 0

@@ -75,6 +75,9 @@ def block_count(task: TaskConfig) -> tuple[int, int]:
         return count, count
     if network.kind == "own":
         return 2, MOST_BLOCKS
+    if isinstance(algorithm, DDPGConfig):
+        count = max(len(network.hidden), 1) + 1 + len(network.hidden) + 1  # of the actor, of the critic
+        return count, count
     kinds = ("mlp", "nature_cnn", "minatar_cnn") if network.kind == "auto" else (network.kind,)
     counts = [_trunk(kind, network) + (network.core != "none") + 1 for kind in kinds]
     return min(counts), max(counts)
@@ -240,6 +243,17 @@ def _strategy_problems(task: TaskConfig) -> Iterator[Problem]:
             "stages of a pipeline don't scale the loss, without which float16 loses small gradients; take "
             "bf16 or float32",
         )
+    if mode.stages and isinstance(task.algorithm, ReplayOptions) and task.algorithm.prioritized:
+        yield Problem(
+            "task.algorithm.prioritized",
+            "errors are known to a pipeline's last stage, the memory to its first; set it to false, or take "
+            "another strategy",
+        )
+    if mode.stages and isinstance(task.algorithm, DDPGConfig) and task.network.kind not in ("auto", "mlp"):
+        yield Problem(
+            "task.network.kind",
+            "actor and critic of ddpg are cut between dense layers only; take mlp, or another strategy",
+        )
     yield from pipeline_problems(task)
 
 
@@ -346,6 +360,7 @@ def _replay_problems(task: TaskConfig) -> Iterator[Problem]:
     if not isinstance(algorithm, ReplayOptions):
         return
     yield from _actor_priority_problems(algorithm, network)
+    yield from _joint_problems(algorithm)
     if algorithm.learning_starts > algorithm.buffer_size:
         yield Problem(
             "task.algorithm.learning_starts",
@@ -373,6 +388,17 @@ def _actor_priority_problems(algorithm: ReplayOptions, network: NetworkConfig) -
         )
     elif network.noisy:
         yield Problem(key, "noisy networks have another value for each noise; turn it off")
+
+
+def _joint_problems(algorithm: ReplayOptions) -> Iterator[Problem]:
+    """One step has one learning rate."""
+    if not (isinstance(algorithm, DDPGConfig) and algorithm.joint):
+        return
+    if algorithm.actor_learning_rate not in (None, algorithm.learning_rate):
+        yield Problem(
+            "task.algorithm.actor_learning_rate",
+            "critic and actor step at once with joint = true, at one rate; leave it out",
+        )
 
 
 def _online_q_problems(algorithm: OnlineQOptions) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, get_args
 
 from p2pdrl.config.fields import Problem
 from p2pdrl.config.strategy import HogwildConfig, PipelineConfig, StrategyConfig
-from p2pdrl.config.task import AlgorithmConfig, RegressionConfig, ReplayOptions, losses_of
+from p2pdrl.config.task import AlgorithmConfig, DDPGConfig, RegressionConfig, ReplayOptions, losses_of
 
 __all__ = [
     "PLACEMENTS",
@@ -22,6 +22,7 @@ __all__ = [
     "cut_into_stages",
     "pair_problem",
     "placement_problem",
+    "variant_of",
 ]
 
 Placement = Literal["inline", "actors", "actor_nodes", "replay_nodes", "stages", "learners", "split_devices"]
@@ -39,7 +40,15 @@ PLACEMENTS: dict[Placement, str] = {
 
 def cut_into_stages(algorithm: AlgorithmConfig) -> bool:
     """Whether an algorithm's model can be cut into stages, over peers or over devices."""
+    if isinstance(algorithm, DDPGConfig):
+        return algorithm.joint
     return isinstance(algorithm, RegressionConfig) or algorithm.stages
+
+
+def variant_of(algorithm: AlgorithmConfig) -> str:
+    """The name that people type, and the option with which an algorithm goes with more than without."""
+    joint = isinstance(algorithm, DDPGConfig) and algorithm.joint
+    return f"{name_of(algorithm)} joint" if joint else name_of(algorithm)
 
 
 def name_of(config: AlgorithmConfig | StrategyConfig) -> str:
@@ -67,7 +76,9 @@ RULES = (
         ),
         lambda algorithm: (
             f"this algorithm has {losses_of(algorithm)} losses, whose gradients can't travel and whose model "
-            "can't be cut into stages; take a strategy that exchanges parameters, as adpsgd"
+            "can't be cut into stages; "
+            + ("set task.algorithm.joint = true, or " if isinstance(algorithm, DDPGConfig) else "")
+            + "take a strategy that exchanges parameters, as adpsgd"
         ),
     ),
     PairRule(
@@ -196,15 +207,20 @@ class Combination(NamedTuple):
 
     @property
     def names(self) -> tuple[str, str, Placement]:
-        """Algorithm, strategy and placement, as people type them."""
-        return name_of(self.algorithm), name_of(self.strategy), self.placement
+        """Algorithm, with its variant (`variant_of`), strategy and placement, as people type them."""
+        return variant_of(self.algorithm), name_of(self.strategy), self.placement
 
 
 def combinations() -> Iterator[Combination]:
     """Yield every algorithm with every strategy in every placement."""
+    algorithms: list[AlgorithmConfig] = []
     for algorithm_type in get_args(AlgorithmConfig):
+        algorithms.append(algorithm_type())
+        if algorithm_type is DDPGConfig:
+            algorithms.append(DDPGConfig(joint=True))
+    for algorithm in algorithms:
         for strategy_type in get_args(StrategyConfig):
-            algorithm, strategy = algorithm_type(), strategy_type()
+            strategy = strategy_type()
             for placement in PLACEMENTS:
                 problem = pair_problem(algorithm, strategy) or placement_problem(
                     algorithm, strategy, placement

@@ -590,6 +590,10 @@ class DDPGConfig(
     noise_std: NonNegative = 0.2
     """σ: deviation of what is added at each step. An Ornstein-Uhlenbeck process as a whole deviates more, by
     1 / √(1 − (1 − θ)²)."""
+    joint: bool = False
+    """Critic and actor have one gradient and one step, the actor's part through the critic as it was before,
+    not after its step: so gradients can travel, and the network can be cut into stages. Both have one
+    learning rate then."""
 
 
 class RegressionConfig(
@@ -771,8 +775,10 @@ def batches_of(algorithm: AlgorithmOptions | RegressionConfig) -> int:
 
 
 def losses_of(algorithm: AlgorithmOptions | RegressionConfig) -> int:
-    """Return how many losses an algorithm has; a regression has one."""
-    return 1 if isinstance(algorithm, RegressionConfig) else algorithm.losses
+    """Return how many losses an algorithm has; a regression has one, and so has ``ddpg`` if it is joint."""
+    if isinstance(algorithm, RegressionConfig) or (isinstance(algorithm, DDPGConfig) and algorithm.joint):
+        return 1
+    return algorithm.losses
 
 
 def minibatches_of(algorithm: AlgorithmConfig) -> int:

@@ -42,6 +42,7 @@ from p2pdrl.rl.policy import Policy
 __all__ = [
     "CategoricalActorCritic",
     "Critics",
+    "DenseEnsemble",
     "DeterministicActorCritic",
     "SquashedGaussianActorCritic",
     "beside",
@@ -112,6 +113,12 @@ class Critics(nn.Module):
     Args:
         action_dim: A numbers of a continuous action beside each observation; 0 for none.
         outputs: 1, or one for each discrete action.
+
+    Attributes:
+        trunk: what observations go through first; None for vectors.
+        hidden: the critics' own layers.
+        activation: behind each of them; works in place.
+        head: the last layer.
     """
 
     def __init__(
@@ -120,7 +127,7 @@ class Critics(nn.Module):
         super().__init__()
         self.members = members
         self._obs_shape = spec.obs_shape
-        self._activation = torch.tanh_ if config.activation == "tanh" else torch.relu_
+        self.activation = torch.tanh_ if config.activation == "tanh" else torch.relu_
         self.trunk: nn.Module | None = _front(config, spec)
         inputs = math.prod(seen_spec(config, spec).obs_shape)
         hidden: Sequence[int] = config.hidden
@@ -145,7 +152,7 @@ class Critics(nn.Module):
             x = torch.cat((features, inputs_BI[:, size:]), 1)
         x = x.expand(self.members if members is None else members, *x.shape)
         for layer in self.hidden:
-            x = self._activation(layer(x))
+            x = self.activation(layer(x))
         values: Tensor = self.head(x)
         return values
 
@@ -322,6 +329,11 @@ class DeterministicActorCritic(_ContinuousWithCritics):
         """Return Q_1(s, μ(s)), B: gradients go through the critic to the actor alone."""
         with frozen(self.critics):
             return self.q_values(beside(obs, self.actor(obs)), members=1)[0]
+
+    def q_values_and_own(self, inputs_BI: Tensor) -> tuple[Tensor, Tensor]:
+        """Return Q_i(s, a) of actions ``beside`` observations, M x B, and ``q_of_own_actions``, B."""
+        obs, _ = self.apart(inputs_BI)
+        return self.q_values(inputs_BI), self.q_of_own_actions(obs)
 
 
 class SquashedGaussianActorCritic(_ContinuousWithCritics):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from p2pdrl.config.task import OneStepSarsaConfig, RegressionConfig, ReplayOptions, TaskConfig
+from p2pdrl.rl.actor_critic_q import DeterministicActorCritic
 from p2pdrl.rl.algorithms.algorithm import Loss
 from p2pdrl.rl.algorithms.registry import AlgorithmContext, entry_of
 from p2pdrl.rl.algorithms.regression import (
@@ -33,7 +34,7 @@ from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.imports import require_allowed
 from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer, observation_normalizer
 from p2pdrl.rl.pipeline.messages import RowSpec
-from p2pdrl.rl.pipeline.parts import ModelParts, module_parts, policy_parts
+from p2pdrl.rl.pipeline.parts import ModelParts, joint_parts, module_parts, policy_parts
 from p2pdrl.rl.policy import Policy
 from p2pdrl.rl.rollout import Collector
 from p2pdrl.rl.sources.replay import ReplayFeeder, TransitionScaler, replay_memory, sample_spec
@@ -233,6 +234,10 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
         source = options.source(RolloutContext(task, spec, policy, flat, reader, normalizer, replay))
 
     def parts(loss: Loss[Any]) -> ModelParts[Any]:
+        if isinstance(policy, DeterministicActorCritic):
+            return joint_parts(
+                policy, loss.objective, loss.optimizer, most_rows=config.batch_size, precision=precision
+            )
         environments = config.whole_unrolls or policy.initial_state(1) is not None
         return policy_parts(
             policy,

@@ -17,6 +17,7 @@ parameters of some blocks.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,12 +31,13 @@ import torch
 from torch import Tensor, nn
 
 from p2pdrl.config.fields import Precision
-from p2pdrl.errors import LayoutMismatchError
+from p2pdrl.errors import ConfigError, LayoutMismatchError
 from p2pdrl.pipeline.layers import Layer
+from p2pdrl.rl.actor_critic_q import DenseEnsemble, DeterministicActorCritic, frozen
 from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.envs import MultiBinary, MultiDiscrete
 from p2pdrl.rl.gsde import state_log_std
-from p2pdrl.rl.networks.layers import Trunk
+from p2pdrl.rl.networks.layers import DenseTrunk, Trunk
 from p2pdrl.rl.networks.lstm import NO_CONTEXT, RecurrentContext, RecurrentCore
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.tensors.layout import Layout, TensorEntry
@@ -49,6 +51,7 @@ __all__ = [
     "block_map",
     "blocks",
     "chain",
+    "joint_blocks",
     "map_blocks",
     "measure_blocks",
     "saved_bytes",
@@ -218,6 +221,107 @@ def blocks(policy: ActorCritic, *, time: bool = False) -> list[Block]:
     if policy.core is not None:
         made.append(Memory(policy.core))
     made.append(HeadsBlock(policy, towers=towers))
+    return made
+
+
+class ActorLayer(Block):
+    """A layer of a deterministic actor; rows of observation and action go past it to the critic.
+
+    Args:
+        layer: takes observations if it is the first, else what the layer before gave.
+        obs_shape: X.
+        row: numbers of an observation and an action, in front of what the layer before gave.
+    """
+
+    def __init__(self, layer: nn.Module, obs_shape: tuple[int, ...], row: int, *, first: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self._obs_shape = obs_shape
+        self._row = row
+        self._first = first
+
+    def forward(self, x: Tensor, context: RecurrentContext = NO_CONTEXT) -> Tensor:
+        """See ``Block.forward``."""
+        del context
+        row, inner = x[:, : self._row], x[:, self._row :]
+        if self._first:
+            inner = row[:, : math.prod(self._obs_shape)].reshape(-1, *self._obs_shape)
+        output: Tensor = torch.cat((row, self.layer(inner)), 1)
+        return output
+
+
+class CriticLayer(Block):
+    """A layer of Q(s, a) and, side by side, the same of Q(s, μ(s)), which gives its parameters no gradient.
+
+    Args:
+        layer: of an ensemble of one.
+        activation: behind it.
+        obs_size: given for the first layer alone: of a row of observation, action and μ(s).
+        front: what its observation goes through before that, if anything.
+    """
+
+    def __init__(
+        self,
+        layer: DenseEnsemble,
+        activation: Callable[[Tensor], Tensor] | None,
+        *,
+        obs_size: int = 0,
+        front: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self._activation = activation
+        self._front = front
+        self._obs_size = obs_size
+
+    def forward(self, x: Tensor, context: RecurrentContext = NO_CONTEXT) -> Tensor:
+        """See ``Block.forward``."""
+        del context
+        if self._obs_size:
+            obs = x[:, : self._obs_size]
+            obs = obs if self._front is None else self._front(obs)
+            halves = [torch.cat((obs, actions), 1) for actions in x[:, self._obs_size :].chunk(2, 1)]
+        else:
+            halves = list(x.chunk(2, 1))
+        given = self.layer(halves[0][None])[0]
+        with frozen(self.layer):
+            own = self.layer(halves[1][None])[0]
+        output = torch.cat((given, own), 1)
+        return output if self._activation is None else self._activation(output)
+
+
+def joint_blocks(policy: DeterministicActorCritic) -> list[Block]:
+    """Return the chain from observations with an action beside each to Q(s, a) and Q(s, μ(s)).
+
+    All layers of the actor come first, then those of the critic: what ``q_values_and_own`` gives, in two
+    columns.
+
+    Raises:
+        ConfigError: there are several critics, or layers that aren't dense.
+    """
+    critic, (trunk, *head) = policy.critics, policy.actor
+    front: nn.Module | None = None
+    if isinstance(trunk, nn.Sequential):
+        front, trunk = trunk
+    if critic.members != 1 or not isinstance(trunk, DenseTrunk):
+        raise ConfigError("only one critic of dense layers can be cut into stages, with its actor; take mlp")
+    obs_size = math.prod(policy.spec.obs_shape)
+    first, *layers = trunk.layers()
+    actor = [_behind(front, first), *layers, nn.Sequential(*head)]
+    row = obs_size + policy.dim
+    made: list[Block] = [
+        ActorLayer(layer, policy.spec.obs_shape, row, first=layer is actor[0]) for layer in actor
+    ]
+    for layer in (*critic.hidden, critic.head):
+        assert isinstance(layer, DenseEnsemble)  # noqa: S101 - of what critics are made
+        made.append(
+            CriticLayer(
+                layer,
+                None if layer is critic.head else critic.activation,
+                obs_size=obs_size if len(made) == len(actor) else 0,
+                front=critic.trunk,
+            )
+        )
     return made
 
 

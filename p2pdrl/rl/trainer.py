@@ -110,6 +110,9 @@ class Pipelineable(Protocol):
     def offload_to(self, sidecar: Mapping[str, npt.NDArray[Any]]) -> None:
         """While the state is offloaded, read the optimizer's from this sidecar."""
 
+    def reset_targets(self) -> None:
+        """Make target networks copies of the parameters: of a learner that made none of their steps."""
+
     def reload(self) -> None:
         """Allocate gradients and optimizer state again."""
 
@@ -318,6 +321,11 @@ class Trainer:
         """While the state is offloaded, read it from this sidecar; see ``Optimizer.offload_to``."""
         for loss in self.algorithm.losses:
             loss.optimizer.offload_to(sidecar)
+
+    def reset_targets(self) -> None:
+        """Make target networks copies of the parameters: of a learner that made none of their steps."""
+        for target in self.algorithm.targets:
+            target.reset()
 
     def reload(self) -> None:
         """Allocate gradients and optimizer state again."""

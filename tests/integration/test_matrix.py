@@ -27,12 +27,13 @@ CASES = {
     "one_step_sarsa": UNROLLS,
     "n_step_q": UNROLLS,
     "ddpg": PENDULUM,
+    "ddpg joint": (*PENDULUM, "task.algorithm.joint=true"),
     "td3": PENDULUM,
     "sac": PENDULUM,
     "sac_discrete": REPLAY,
     "regression": ("task.algorithm.kind=classifier", "task.algorithm.hidden=[8]", "task.algorithm.rows=256"),
 }
-"""By algorithm: what makes it small."""
+"""By algorithm and variant: what makes it small."""
 OPTIONS = {"pipeline": ("microbatches=2",), "federated": ("participation=1",)}
 WALKS = {}
 """By algorithm and placement: the strategies, with the mode that each is found under."""
@@ -53,7 +54,7 @@ def updates(node, strategy):
 @pytest.mark.parametrize(("algorithm", "placement"), WALKS, ids=list(map("-".join, WALKS)))
 def test_two_nodes_walk_through_all_that_is_allowed(swarm, wait_until, algorithm, placement):
     options = {
-        "task.algorithm.name": algorithm,
+        "task.algorithm.name": algorithm.split()[0],
         **dict(text.split("=", 1) for text in CASES[algorithm]),
         "task.strategy.name": "local",
         "task.evaluation.every": 0,

@@ -72,6 +72,13 @@ CASES = {
         roles=("--learners", "1", "--replays", "1"),
         sets=("task.stop.mean_return=-200", "task.stop.env_steps=60000"),
     ),
+    "async_q": Case(475, 400_000, 900),
+    "async_sarsa": Case(475, 400_000, 900),
+    "async_nstep_q": Case(475, 600_000, 900),
+    "amb_pp_ddpg": Case(
+        -200, 30_000, 900, nodes=2, sets=("task.stop.mean_return=-200", "node.actors.count=1")
+    ),
+    "amb_pp_impala": Case(475, 300_000, 900, nodes=2, sets=(*GOAL, "node.actors.count=1")),
     "amb_pp": Case(475, 600_000, 900, nodes=2, sets=(*GOAL, "task.stop.env_steps=600000")),
 }
 

@@ -245,7 +245,7 @@ class TargetNetwork:
         sizes = [parameters.numel() for parameters, _ in span.pieces]
         online = [parameters for parameters, _ in span.pieces]
         self._pairs = list(zip(torch.split(self._flat.parameters_D, sizes), online, strict=True))
-        self._copy()
+        self.reset()
 
     def follow(self, count: int) -> None:
         """Before an update: copy the parameters, if that is the rule and it is time.
@@ -257,7 +257,7 @@ class TargetNetwork:
             return
         period = count // self._rule.every
         if self._period not in (None, period):
-            self._copy()
+            self.reset()
         self._period = period
 
     def track(self) -> None:
@@ -274,7 +274,8 @@ class TargetNetwork:
         for own, online in self._pairs:
             own.lerp_(online, tau)
 
-    def _copy(self) -> None:
+    def reset(self) -> None:
+        """Copy the parameters, whatever the rule."""
         for own, online in self._pairs:
             own.copy_(online)
 

@@ -106,6 +106,7 @@ class OffPolicy(Algorithm[ReplayBatch]):
         self._flat = flat
         self._engine_for = engine_for
         self._stored = 0
+        self._left = 0
 
     def _loss(
         self,
@@ -116,20 +117,20 @@ class OffPolicy(Algorithm[ReplayBatch]):
         *,
         every: int = 1,
     ) -> Loss[Outputs]:
-        """Return a loss of its own for some parts of the policy, by Adam; it remembers nothing."""
+        """Return a loss for some parts of the policy, or for all if none is named, by Adam."""
         return Loss(
             objective,
             Adam(eps=1e-8),
-            self._flat.span(*parts),
+            self._flat.span(*parts) if parts else self._flat,
             self._engine_for(lambda inputs, _: forward(inputs)),
             max_grad_norm=self._config.max_grad_norm,
             name=name,
             every=every,
         )
 
-    def _target_of(self, loss: Loss[Any], name: str, module: nn.Module) -> TargetNetwork:
-        """Return a copy of what a loss steps, which follows softly by ``target_tau``."""
-        return TargetNetwork(name, module, loss.optimizer.span, SoftCopy(self._config.target_tau))
+    def _target_of(self, name: str, module: nn.Module) -> TargetNetwork:
+        """Return a copy of the policy's part of that name, which follows softly by ``target_tau``."""
+        return TargetNetwork(name, module, self._flat.span(name), SoftCopy(self._config.target_tau))
 
     @property
     def exploration(self) -> float:
@@ -160,7 +161,8 @@ class OffPolicy(Algorithm[ReplayBatch]):
         norms: list[float] = []
         skipped = 0
         times = batch.updates(config.gradient_steps) if batch.enough(config.learning_starts) else 0
-        for drawn in batch.draws(config.batch_size, times, beta=beta):
+        for number, drawn in enumerate(batch.draws(config.batch_size, times, beta=beta), 1):
+            self._left = times - number
             step = self.gradient_step(drawn, rates)
             batch.update_priorities(drawn, step.errors)
             for name, value in step.metrics.items():
@@ -169,6 +171,8 @@ class OffPolicy(Algorithm[ReplayBatch]):
                 norms.append(step.norm)
             else:
                 skipped += 1
+            if any(loss.stepper.ends_update for loss in self.losses):
+                break
         return {name: sum(values) / len(values) for name, values in found.items()} | {
             "exploration": self.exploration,
             "replay_rows": float(batch.stored),

@@ -144,7 +144,7 @@ class SAC(MaximumEntropy):
         self._critic = self._loss("critic", CriticObjective(scale=0.5), ("critics",), policy.q_values)
         self._actor = self._loss("actor", SoftPolicyObjective(), policy.actor_parts, policy.q_of_own_actions)
         self.losses = (self._critic, self._actor, *self._learned)
-        self._target = self._target_of(self._critic, "critics", policy.critics)
+        self._target = self._target_of("critics", policy.critics)
         self.targets = (self._target,)
 
     def gradient_step(self, drawn: Transitions, rates: Rates) -> GradientStep:

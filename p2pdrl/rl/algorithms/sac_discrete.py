@@ -88,7 +88,7 @@ class DiscreteSAC(MaximumEntropy):
         self._critic = self._loss("critic", TakenCriticObjective(scale=0.5), ("critics",), policy.q_values)
         self._actor = self._loss("actor", ExpectedPolicyObjective(), ("actor",), policy.log_probs)
         self.losses = (self._critic, self._actor, *self._learned)
-        self._target = self._target_of(self._critic, "critics", policy.critics)
+        self._target = self._target_of("critics", policy.critics)
         self.targets = (self._target,)
 
     def gradient_step(self, drawn: Transitions, rates: Rates) -> GradientStep:

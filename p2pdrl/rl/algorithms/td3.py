@@ -55,8 +55,8 @@ class TD3(OffPolicy):
             every=config.policy_delay,
         )
         self.losses = (self._critic, self._actor)
-        self._target_critics = self._target_of(self._critic, "critics", policy.critics)
-        self._target_actor = self._target_of(self._actor, "actor", policy.actor)
+        self._target_critics = self._target_of("critics", policy.critics)
+        self._target_actor = self._target_of("actor", policy.actor)
         self.targets = (self._target_critics, self._target_actor)
 
     def gradient_step(self, drawn: Transitions, rates: Rates) -> GradientStep:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from p2pdrl.config.fields import Precision
 from p2pdrl.errors import ConfigError, LayoutMismatchError, WireError
 from p2pdrl.pipeline.layers import Layer
+from p2pdrl.rl.actor_critic_q import DeterministicActorCritic
 from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.envs import Discrete, EnvSpec, MultiBinary, MultiDiscrete
 from p2pdrl.rl.gradients import VALID, Minibatch, Objective, Outputs
@@ -35,11 +36,12 @@ from p2pdrl.rl.sequential import (
     RowBlock,
     block_map,
     blocks,
+    joint_blocks,
     map_blocks,
     measure_blocks,
 )
 
-__all__ = ["ModelParts", "measure_parts", "module_parts", "policy_parts"]
+__all__ = ["ModelParts", "joint_parts", "measure_parts", "module_parts", "policy_parts"]
 
 _MOST = 1e30
 """Larger numbers may not fit in float32."""
@@ -198,6 +200,37 @@ def policy_parts(
         ),
         targets=targets,
         context=context,
+        objective=objective,
+        optimizer=optimizer,
+        most_rows=most_rows,
+        precision=precision,
+    )
+
+
+def joint_parts(
+    policy: DeterministicActorCritic,
+    objective: Objective[tuple[Tensor, Tensor]],
+    optimizer: Optimizer,
+    *,
+    most_rows: int,
+    precision: Precision = "float32",
+) -> ModelParts[tuple[Tensor, Tensor]]:
+    """Return the parts of an actor and its critic, whose rows are observations with an action beside each.
+
+    The objective's targets are one number a row.
+
+    Raises:
+        ConfigError: there are several critics, or layers that aren't dense.
+    """
+    row = joint_blocks(policy)
+    dtype = policy.critics.head.weight.dtype
+    return ModelParts(
+        blocks=row,
+        block_map=map_blocks(policy, row),
+        unpack=lambda _, output: (output[:, :1].T, output[:, 1]),
+        inputs=RowSpec((math.prod(policy.spec.obs_shape) + policy.dim,), dtype),
+        targets={name: RowSpec((), dtype) for name in objective.target_names},
+        context={},
         objective=objective,
         optimizer=optimizer,
         most_rows=most_rows,

@@ -253,6 +253,7 @@ class StageRunner:
             return
         assert whole.optimizer is not None  # noqa: S101 - spread with the optimizer's state only
         self._replica.become(whole.vector_D, whole.optimizer, whole.version, whole.position)
+        self._trainer.reset_targets()  # those of the first rank don't travel; this one may go on without it
         self._replica.publish()
         if whole.last:
             self._over(rank)

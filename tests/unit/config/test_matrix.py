@@ -42,6 +42,7 @@ def test_no_combination_is_missing():
         [str(one.__struct_config__.tag) for one in get_args(union)]
         for union in (AlgorithmConfig, StrategyConfig)
     )
+    algorithms.insert(algorithms.index("ddpg") + 1, "ddpg joint")
     expected = [(a, s, p) for a in algorithms for s in strategies for p in PLACEMENTS]
     assert [cell.names for cell in CELLS] == expected
 

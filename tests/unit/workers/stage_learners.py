@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from p2pdrl.config.learner_mode import LearnerMode
-from p2pdrl.config.task import EnvConfig, NetworkConfig, PPOConfig, RegressionConfig, TaskConfig
+from p2pdrl.config.task import DDPGConfig, EnvConfig, NetworkConfig, PPOConfig, RegressionConfig, TaskConfig
 from p2pdrl.pipeline.plan import StageOrder
 from p2pdrl.rl.engines import EngineOptions
 from p2pdrl.rl.registry import build_trainer
@@ -55,6 +55,12 @@ RECURRENT = TaskConfig(
     env=EnvConfig(num_envs=3),
     network=NetworkConfig(hidden=(8,), core="lstm", core_size=6),
     algorithm=PPOConfig(unroll_steps=12, epochs=1, minibatches=1),
+)
+PENDULUM = TaskConfig(
+    seed=5,
+    env=EnvConfig(id="Pendulum-v1", num_envs=2),
+    network=NetworkConfig(hidden=(12, 10)),
+    algorithm=DDPGConfig(joint=True, unroll_steps=8, learning_starts=10, batch_size=16, buffer_size=500),
 )
 CLASSIFIER = TaskConfig(
     algorithm=RegressionConfig(

@@ -242,7 +242,7 @@ def test_an_answer_to_a_dead_actors_question_is_none_to_its_successors():
     assert lanes.questions == [0, 0, 0]
 
 
-class Crew:
+class Actors:
     """Actors that ask, each in a thread, and the process that answers, in this one."""
 
     def __init__(self, task, shares, policy_bench):
@@ -354,19 +354,19 @@ def test_unrolls_are_those_that_actors_make_by_themselves(name, exploration):
         mean, scale = np.full(shape, 0.01), np.full(shape, 2.0)
         acting = ActingPolicy(7, exploration, mean, scale)
         bench.shared.write(bench.vector, acting)
-        crew = Crew(task, shares, bench)
+        actors = Actors(task, shares, bench)
         options = [
             {"environments": share, "first": first, "total": 3}
             for share, first in zip(shares, (0, 2), strict=True)
         ]
         alone = [RolloutWorker(task, 11 + number, **one) for number, one in enumerate(options)]
         asking = [
-            RolloutWorker(task, 11 + number, asked=crew.askers[number], **one)
+            RolloutWorker(task, 11 + number, asked=actors.askers[number], **one)
             for number, one in enumerate(options)
         ]
         tolerance = 2e-2 if task.gradients.precision == "bf16" else 1e-4
         for _ in range(2):
-            for worker, (found, version) in zip(alone, crew.collect(asking), strict=True):
+            for worker, (found, version) in zip(alone, actors.collect(asking), strict=True):
                 worker.parameters_D[:] = bench.vector
                 expected = worker.collect(acting)
                 assert version == 7
@@ -382,15 +382,15 @@ def test_unrolls_are_those_that_actors_make_by_themselves(name, exploration):
                         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
         for worker in (*alone, *asking):
             worker.close()
-        crew.close()
+        actors.close()
 
 
 def test_an_unroll_has_the_oldest_version_that_acted_in_it():
     bench = Bench(TASKS["mlp"])
     bench.publish(version=7)
-    crew = Crew(TASKS["mlp"], (3,), bench)
-    worker = RolloutWorker(TASKS["mlp"], 1, 3, asked=crew.askers[0])
-    serve, served = crew.batches.serve, []
+    actors = Actors(TASKS["mlp"], (3,), bench)
+    worker = RolloutWorker(TASKS["mlp"], 1, 3, asked=actors.askers[0])
+    serve, served = actors.batches.serve, []
 
     def published():
         served.append(1)
@@ -398,11 +398,11 @@ def test_an_unroll_has_the_oldest_version_that_acted_in_it():
             bench.shared.write(bench.vector, ActingPolicy(8 + len(served), 0.0, np.zeros(0), np.zeros(0)))
         return serve()
 
-    crew.batches.serve = published
-    assert crew.collect([worker])[0][1] == 7
-    assert crew.collect([worker])[0][1] > 8
+    actors.batches.serve = published
+    assert actors.collect([worker])[0][1] == 7
+    assert actors.collect([worker])[0][1] > 8
     worker.close()
-    crew.close()
+    actors.close()
 
 
 def test_what_was_done_for_actors_is_told_each_second():

@@ -171,7 +171,7 @@ def test_rounds_of_parameters_every_so_many_updates(world):
     assert world.board.absorbed
 
 
-def test_another_regime_ends_the_wait_and_stays(world):
+def test_another_mode_ends_the_wait_and_stays(world):
     world.work(LearnerMode("parameters"), 1)
 
     def switch(_: PostedRequest) -> WorkMode:

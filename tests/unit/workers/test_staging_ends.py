@@ -49,7 +49,7 @@ def test_a_learner_that_ends_breaks_the_pipeline_for_the_others_and_they_form_an
     np.testing.assert_array_equal(rest[0].now()[0], rest[1].now()[0])
 
 
-def test_in_a_seat_gradients_and_optimizer_are_the_shares_alone_and_the_trainers_again_after(team):
+def test_in_a_rank_gradients_and_optimizer_are_the_shares_alone_and_the_trainers_again_after(team):
     team = team(CARTPOLE, 2)
     own = team.head.trainer.engine
     told = []
@@ -99,7 +99,7 @@ def test_ranks_know_of_how_many_updates_they_have_no_copy(team):
         assert (broken.policy_version, broken.behind) == (6, 2)
 
 
-def test_another_regime_ends_a_stage_and_the_learner_goes_on_by_itself(team):
+def test_another_mode_ends_a_stage_and_the_learner_goes_on_by_itself(team):
     team = team(CLASSIFIER, 2)
     first, second = team.members
     team.form(state_every=1)
@@ -247,7 +247,7 @@ def test_orders_that_dont_fit_are_broken_at_once(team):
     close_all([other])
 
 
-def test_an_order_under_another_regime_is_refused(team):
+def test_an_order_under_another_mode_is_refused(team):
     team = team(CLASSIFIER, 1, learner_mode=FREE)
     one, other = joined(2)
     team.head.order(orders(team.blocks, 2)[0], one)

@@ -75,7 +75,7 @@ def test_what_isnt_finite_isnt_posted_where_nobody_waits(rig):
     [(FREE, -1.0, math.sqrt(3)), (SERVED, 0.0, math.nan), (None, 0.0, math.nan)],
     ids=["free", "served", "stop"],
 )
-def test_another_regime_ends_the_wait(rig, heir, x, norm):
+def test_another_mode_ends_the_wait(rig, heir, x, norm):
     def switch(*_: object) -> None:
         it.posts.end(heir)
 

@@ -18,7 +18,7 @@ from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.workers.torch_group.protocol import GroupReduced, Host, Hosting, Joined, Reduce, Row
 
 CPU = LearnerConfig(device="cpu")
-SEAT = GroupRank(0, 2, "127.0.0.1", 4711)
+RANK = GroupRank(0, 2, "127.0.0.1", 4711)
 SIZE = 5
 
 
@@ -90,7 +90,7 @@ def order(vector, number=1) -> SumOrder:
 async def test_one_works_and_once_it_has_joined_another_stands_by(made):
     assert await made.one.host(["127.0.0.1"]) == 4711
     assert len(made.links) == 1
-    assert await made.one.join(SEAT) == "gloo"
+    assert await made.one.join(RANK) == "gloo"
     await asyncio.sleep(0.01)
     assert len(made.links) == 2
     assert made.one.pids == (0,)
@@ -102,19 +102,19 @@ async def test_one_works_and_once_it_has_joined_another_stands_by(made):
 
 
 async def test_a_process_that_failed_in_order_is_kept(made):
-    await made.one.join(SEAT)
+    await made.one.join(RANK)
     made.links[0].error = WorkerError("somebody is gone")
     with pytest.raises(WorkerError, match="gone"):
         await made.one.sum(order(None), np.zeros(SIZE, np.float32))
     made.links[0].error = None
     await made.one.leave()
-    await made.one.join(SEAT)
+    await made.one.join(RANK)
     assert made.one.pids == (0,)
     assert not made.links[0].killed
 
 
 async def test_one_that_hangs_is_killed_and_the_next_one_takes_its_place(made):
-    await made.one.join(SEAT)
+    await made.one.join(RANK)
     made.links[0].hangs = True
     summing = asyncio.create_task(made.one.sum(order(None), np.zeros(SIZE, np.float32)))
     await asyncio.sleep(0.01)
@@ -123,27 +123,27 @@ async def test_one_that_hangs_is_killed_and_the_next_one_takes_its_place(made):
     assert not made.links[0].killed
     await made.one.leave()
     assert made.links[0].killed
-    await made.one.join(SEAT)
+    await made.one.join(RANK)
     assert made.one.pids == (1,)
 
 
 async def test_one_that_cant_be_made_is_tried_again(made):
     await asyncio.sleep(0.01)
     made.errors = [WorkerError("no more processes")]
-    await made.one.join(SEAT)  # the first was made already
+    await made.one.join(RANK)  # the first was made already
     made.links[0].usable = False
     with pytest.raises(WorkerError, match="no more processes"):
-        await made.one.join(SEAT)
-    await made.one.join(SEAT)
+        await made.one.join(RANK)
+    await made.one.join(RANK)
     assert made.one.pids == (1,)
 
 
 async def test_cancelling_while_it_is_made_loses_none(made):
-    joining = asyncio.create_task(made.one.join(SEAT))
+    joining = asyncio.create_task(made.one.join(RANK))
     await asyncio.sleep(0)
     joining.cancel()
     await asyncio.gather(joining, return_exceptions=True)
-    await made.one.join(SEAT)
+    await made.one.join(RANK)
     assert made.one.pids == (0,)
 
 
@@ -151,7 +151,7 @@ async def test_nothing_is_asked_before_the_start_and_after_the_end():
     one = Made().one
     for _ in range(2):
         with pytest.raises(WorkerError, match="started"):
-            await one.join(SEAT)
+            await one.join(RANK)
         with pytest.raises(WorkerError, match="started"):
             await one.sum(order(None), np.zeros(SIZE, np.float32))
         await one.start(SIZE, 3.0)
@@ -229,7 +229,7 @@ async def test_an_answer_of_another_kind_is_a_bug(made):
     async def other(order, kind, deadline_s):
         raise WireError("the group process answered Joined instead of Hosting")
 
-    await made.one.join(SEAT)
+    await made.one.join(RANK)
     made.links[0].ask = other
     with pytest.raises(WireError):
         await made.one.host(["127.0.0.1"])

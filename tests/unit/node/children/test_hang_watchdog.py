@@ -178,7 +178,7 @@ def test_the_bound_is_ten_times_the_longest_silence(learner, updates_s):
     assert bound_s <= learner.silence(DAY_S) <= bound_s + LOOK_S
 
 
-def test_the_time_to_take_a_seat_isnt_silence_at_work(learner):
+def test_the_time_to_take_a_rank_isnt_silence_at_work(learner):
     learner.order(HEAD, answered_after_s=60.0)
     learner.update(1.0)
     assert learner.silence(DAY_S) <= HANGS_S + LOOK_S

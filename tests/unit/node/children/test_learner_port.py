@@ -94,7 +94,7 @@ async def test_rounds_of_parameters(plan, port):
         port.answer(post, "set")
 
 
-async def test_a_live_learner_changes_its_regime(plan, port, until):
+async def test_a_live_learner_changes_its_mode(plan, port, until):
     plan("gradients")
     await port.begin(LearnerMode("gradients"))
     old = await port.post()

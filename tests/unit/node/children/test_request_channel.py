@@ -62,7 +62,7 @@ async def test_the_place_in_the_update_goes_one_way_and_its_end_the_other(place)
     assert place.answered(post, "replace", 0, 0.5, end_update=True) == expected
 
 
-async def test_what_an_earlier_regime_posted_is_void(place):
+async def test_what_an_earlier_mode_posted_is_void(place):
     place.arrange(LearnerMode("gradients"), 1, SIZE)
     place.posted(posted(1))
     post = await place.next_request()
@@ -150,7 +150,7 @@ def test_a_learner_that_names_what_there_isnt(place):
         place.posted(posted(1, slot=1))
 
 
-async def test_one_epoch_may_have_two_regimes(place):
+async def test_one_epoch_may_have_two_modes(place):
     place.arrange(LearnerMode("gradients"), 1, SIZE)
     place.posted(posted(1))
     old = await place.next_request()

@@ -131,7 +131,7 @@ async def test_an_order_for_a_learner_that_is_down_is_broken_at_once(pipes):
         await port.measure(4, deadline_s=1)
 
 
-async def test_another_regime_drops_orders_and_news(port, learner, pipes):
+async def test_another_mode_drops_orders_and_news(port, learner, pipes):
     pipe = pipes()
     port.work(stage_order(5), {"next": pipe})
     port.finish(5)

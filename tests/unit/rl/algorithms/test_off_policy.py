@@ -20,6 +20,7 @@ from p2pdrl.rl.algorithms.registry import AlgorithmContext, entry_of
 from p2pdrl.rl.engines import EngineOptions, make_engine, policy_forward
 from p2pdrl.rl.envs import Continuous, Discrete, EnvSpec
 from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.gradients import OwnStepper
 from p2pdrl.rl.sources.replay import Replay, ReplayBatch, Transitions
 
 CPU = torch.device("cpu")
@@ -187,6 +188,61 @@ def test_ddpg_steps_as_plain_torch_does(microbatches):
         agree(policy, weights)
         agree_target(algorithm, "critics", target, "critics")
         agree_target(algorithm, "actor", target, "actor")
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_joint_ddpg_steps_once_along_the_sum_of_both_losses(microbatches):
+    config = DDPGConfig(**{**USUAL, "actor_learning_rate": None}, joint=True)
+    algorithm, policy, _ = make(config, microbatches=microbatches)
+    weights = weights_of(policy)
+    target = fixed(weights)
+    critics, actor = part(weights, "critics"), part(weights, "actor")
+    both = torch.optim.Adam([*critics, *actor], 0.01)
+
+    def mu(from_, obs):
+        return torch.tanh(dense(from_, "actor.1", torch.tanh(dense(from_, "actor.0.dense.0", obs))))
+
+    def reference(drawn):
+        next_obs = drawn.next_obs_BX
+        y = drawn.returns_B + drawn.discounts_B * q_of(target, 0, next_obs, mu(target, next_obs))
+        error = q_of(weights, 0, drawn.obs_BX, drawn.actions_B) - y
+        critic_loss = (drawn.weights_B * error**2).mean()
+        actor_loss = -q_of(weights, 0, drawn.obs_BX, mu(weights, drawn.obs_BX)).mean()
+        slopes = [
+            *torch.autograd.grad(critic_loss, critics, retain_graph=True),
+            *torch.autograd.grad(actor_loss, actor),
+        ]
+        for parameter, slope in zip([*critics, *actor], slopes, strict=True):
+            parameter.grad = slope
+        both.step()
+        polyak(target, weights, 0.1)
+        return {"critic_loss": critic_loss.item(), "actor_loss": actor_loss.item()}, error.abs()
+
+    assert len(algorithm.losses) == 1
+    for _ in follow(algorithm, policy, reference):
+        agree(policy, weights)
+        agree_target(algorithm, "critics", target, "critics")
+        agree_target(algorithm, "actor", target, "actor")
+
+
+def test_a_block_of_gradients_says_how_many_are_left_and_ends_with_its_peers():
+    config = DDPGConfig(**{**USUAL, "actor_learning_rate": None}, joint=True, gradient_steps=5)
+    algorithm, _, _ = make(config)
+    loss = algorithm.losses[0]
+
+    class Peers(OwnStepper):
+        def __init__(self):
+            self.left = []
+
+        def step(self, optimizer, **options):
+            self.left.append(options["left"])
+            self.ends_update = options["left"] == 2
+            return super().step(optimizer, **options)
+
+    loss.stepper = Peers()
+    metrics = algorithm.update(ReplayBatch(8, [], FixedDraws(transitions(1))))
+    assert loss.stepper.left == [4, 3, 2]
+    assert metrics["gradient_steps"] == 3
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
@@ -372,7 +428,7 @@ def test_without_smoothing_and_delay_and_with_equal_critics_td3_is_ddpg():
         for name, value in twin.named_parameters():
             value.copy_(dict(single.named_parameters())[name].expand_as(value))
     for target in td3.targets:
-        target._copy()
+        target.reset()
     for step in range(STEPS):
         batch = ReplayBatch(8, [], FixedDraws(transitions(step)))
         assert td3.update(batch)["actor_loss"] == pytest.approx(ddpg.update(batch)["actor_loss"], abs=1e-6)

@@ -11,7 +11,9 @@ import torch
 from p2pdrl.config.task import NetworkConfig
 from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, TransportError
 from p2pdrl.pipeline.plan import PipelinePlan
+from p2pdrl.rl.actor_critic_q import DeterministicActorCritic
 from p2pdrl.rl.algorithms.a2c import A2CObjective
+from p2pdrl.rl.algorithms.ddpg import JointObjective
 from p2pdrl.rl.algorithms.ppo import PPOObjective
 from p2pdrl.rl.engines import policy_forward
 from p2pdrl.rl.envs import Discrete
@@ -20,7 +22,7 @@ from p2pdrl.rl.gradients import Minibatch
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.pipeline.links import FramedLinks, ring
 from p2pdrl.rl.pipeline.messages import RowSpec
-from p2pdrl.rl.pipeline.parts import policy_parts
+from p2pdrl.rl.pipeline.parts import joint_parts, policy_parts
 from p2pdrl.rl.pipeline.rank import Pipelined, StageServer
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
 from p2pdrl.rl.policy import ActorCritic
@@ -89,6 +91,24 @@ def make_case(name, dtype=torch.float64, objective=PPO, rows=ROWS, precision="fl
     )
     parts = dataclasses.replace(parts, inputs=RowSpec(parts.inputs.shape, obs.dtype))
     return Case(flat, policy, batch, objective, policy_forward(policy, precision)), parts
+
+
+def make_joint_case(dtype=torch.float64, hidden=(8, 7, 6), rows=ROWS):
+    """An actor with its critic, one batch, and their parts."""
+    policy = DeterministicActorCritic(CONTROL, NetworkConfig(hidden=hidden), 0, critics=1)
+    flat = FlatModule(policy, CPU, dtype)
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    flat.parameters_D.add_(0.3 * draw(flat.layout.size))
+    inputs = torch.cat((draw(rows, *CONTROL.obs_shape), draw(rows, policy.dim).tanh()), 1)
+    targets = {"targets": draw(rows), "weights": draw(rows).abs(), "errors": torch.empty(rows, dtype=dtype)}
+    objective = JointObjective()
+    parts = joint_parts(policy, objective, Optimizer(Adam(), flat), most_rows=rows)
+    batch = Minibatch(inputs, targets, rows)
+    return Case(flat, policy, batch, objective, lambda x, _: policy.q_values_and_own(x)), parts
 
 
 def _inputs(spec, network, rows, dtype):

@@ -29,6 +29,7 @@ from .pipelines import (
     Pipeline,
     framed_ring,
     make_case,
+    make_joint_case,
     make_plan,
     relative,
     step_with,
@@ -65,6 +66,37 @@ def test_gradients_and_terms_are_the_full_batchs(name, schedule, stages, ranks, 
                 assert relative(terms, expected_terms) < BOUNDS[dtype]
                 assert norm == pytest.approx(float(expected.norm()), rel=BOUNDS[dtype])
         assert not terms.requires_grad
+
+
+def joint_reference(case):
+    """The gradient of each loss by its own part of the parameters, and the terms."""
+    policy, inputs = case.module, case.batch.inputs
+    obs, y, w = inputs[:, : -policy.dim], case.batch.targets["targets"], case.batch.targets["weights"]
+    error = y - policy.q_values(inputs)[0]
+    critic_loss = (w * error**2).mean()
+    actor_loss = -policy.q_values(torch.cat((obs, policy.actor(obs)), 1))[0].mean()
+    by_name = {}
+    for loss, prefix in ((critic_loss, "critics."), (actor_loss, "actor.")):
+        own = {name: value for name, value in policy.named_parameters() if name.startswith(prefix)}
+        by_name |= dict(zip(own, torch.autograd.grad(loss, list(own.values())), strict=True))
+    gradient = torch.cat([by_name[name].flatten() for name, _ in policy.named_parameters()])
+    terms = torch.stack((critic_loss, (y - error).mean(), error.abs().mean(), actor_loss)).detach()
+    return gradient, terms
+
+
+@pytest.mark.parametrize(("schedule", "stages", "ranks"), [*LAYOUTS, ("interleaved", 8, 4)])
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_an_actor_and_its_critic_are_cut_together(schedule, stages, ranks, dtype):
+    case, parts = make_joint_case(dtype)
+    assert len(parts.blocks) == 8
+    expected, expected_terms = joint_reference(case)
+    for microbatches in MICROBATCHES:
+        with Pipeline(parts, make_plan(parts, stages, microbatches, schedule, ranks)) as pipeline:
+            for _ in range(2):
+                terms = pipeline.head.gradients(case.batch, case.objective)
+                step_with(pipeline, learning_rate=0.0, max_grad_norm=1e9)
+                assert relative(pipeline.gradient(parts), expected) < BOUNDS[dtype]
+                assert relative(terms, expected_terms) < BOUNDS[dtype]
 
 
 @pytest.mark.parametrize(("stages", "ranks"), [(6, 3), (6, 2), (6, 1), (4, 2)])

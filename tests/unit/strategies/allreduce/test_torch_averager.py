@@ -75,10 +75,10 @@ class FakeProcess:
         self.hub.meetings.append(Meeting())
         return len(self.hub.meetings)
 
-    async def join(self, seat):
-        meeting = self.meeting = self.hub.meetings[seat.port - 1]
-        self.rank, meeting.size = seat.rank, seat.size
-        meeting.ranks[seat.rank] = self
+    async def join(self, rank):
+        meeting = self.meeting = self.hub.meetings[rank.port - 1]
+        self.rank, meeting.size = rank.rank, rank.size
+        meeting.ranks[rank.rank] = self
         meeting.change()
         await self._wait(lambda: len(meeting.ranks) == meeting.size)
         return "gloo"

@@ -135,34 +135,34 @@ def probe(answer_bytes=0):
 
 
 async def test_few_are_served_at_once():
-    desk = ProbeServer(2)
+    server = ProbeServer(2)
     calls = [Call(probe(), 10) for _ in range(2)]
-    tasks = [asyncio.create_task(desk.serve_probe(call)) for call in calls]
+    tasks = [asyncio.create_task(server.serve_probe(call)) for call in calls]
     await asyncio.sleep(0)
     with pytest.raises(Exception, match="too many others"):
-        await desk.serve_probe(Call(probe(10)))
-    assert (await desk.serve_probe(Call(probe()))).vector is None  # short ones need no memory
+        await server.serve_probe(Call(probe(10)))
+    assert (await server.serve_probe(Call(probe()))).vector is None  # short ones need no memory
     for call in calls:
         call.go.set()
     await asyncio.gather(*tasks)
-    replies = [await desk.serve_probe(Call(probe(10))) for _ in range(2)]
+    replies = [await server.serve_probe(Call(probe(10))) for _ in range(2)]
     with pytest.raises(Exception, match="too many others"):
-        await desk.serve_probe(Call(probe(10)))
+        await server.serve_probe(Call(probe(10)))
     for reply in replies:
         assert bytes(reply.vector) == bytes(10)
         reply.on_end(False)
-    await desk.serve_probe(Call(probe(10)))
+    await server.serve_probe(Call(probe(10)))
 
 
 async def test_a_vector_that_breaks_off_frees_its_place():
-    desk = ProbeServer(1)
+    server = ProbeServer(1)
     for _ in range(3):
-        task = asyncio.create_task(desk.serve_probe(Call(probe(10), 10)))
+        task = asyncio.create_task(server.serve_probe(Call(probe(10), 10)))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert (await desk.serve_probe(Call(probe(10)))).vector is not None
+    assert (await server.serve_probe(Call(probe(10)))).vector is not None
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from p2pdrl.config.task import GradientsConfig
 from p2pdrl.workers.pipeline.measure import measured
 from p2pdrl.workers.pipeline.protocol import Blocks, Finish, Measure, Trace, Traced
 
-from ..stage_learners import CARTPOLE, CLASSIFIER, RECURRENT, alone, assert_close, build
+from ..stage_learners import CARTPOLE, CLASSIFIER, PENDULUM, RECURRENT, alone, assert_close, build
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,7 @@ from ..stage_learners import CARTPOLE, CLASSIFIER, RECURRENT, alone, assert_clos
         (CLASSIFIER, 3, {"schedule": "gpipe", "checkpoint_activations": True}),
         pytest.param(RECURRENT, 2, {}, marks=pytest.mark.slow),
         (CARTPOLE, 1, {}),
+        (PENDULUM, 3, {}),
     ],
 )
 def test_stages_learn_what_one_learner_does(team, task, ranks, options):
@@ -46,11 +47,27 @@ def test_stages_learn_what_one_learner_does(team, task, ranks, options):
         np.testing.assert_array_equal(member.now()[0], team.head.now()[0])
 
 
+def test_targets_stay_with_the_head_and_whoever_may_go_on_without_it_begins_anew(team):
+    expected = alone(PENDULUM, 3).sidecar()
+    pair = team(PENDULUM, 2)
+    pair.finish_after(3)
+    pair.form()
+    for rank, member in enumerate(pair.members):
+        assert member.news("over", "broken").what == "over"
+        found, flat = member.trainer.sidecar(), member.trainer.flat
+        targets = np.concatenate([found["target.critics"], found["target.actor"]])
+        if rank == 0:
+            assert_close(targets, np.concatenate([expected["target.critics"], expected["target.actor"]]))
+            assert not np.allclose(targets, flat)
+        else:
+            np.testing.assert_array_equal(targets, flat)
+
+
 def dense_of(trainer, block):
     return next(one for one in trainer.parts().blocks[block].modules() if isinstance(one, nn.Linear))
 
 
-def test_a_seat_computes_activations_anew_if_it_is_ordered_to(team):
+def test_a_rank_computes_activations_anew_if_it_is_ordered_to(team):
     lengths = {}
     for anew in (False, True):
         pair = team(CLASSIFIER, 2)
