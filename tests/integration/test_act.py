@@ -39,19 +39,18 @@ def test_a_node_acts_and_acts_again_after_kill_9(swarm, wait_until, small_update
 
     node.hold()  # the same parameters for both forms from now on
 
-    def acted_by() -> int:
-        return int(json.loads(ask(node, json.dumps({"observations": [0] * 4}))[2])["policy_version"])
+    def in_both_forms():
+        """The answers in JSON and in bytes, when both are of the newest parameters."""
+        in_json = json.loads(ask(node, json.dumps({"observations": obs.tolist(), "greedy": True}))[2])
+        status, headers, body = ask(node, obs.tobytes(), "?rows=64&greedy=1&values=1", BINARY)
+        assert status == 200, body
+        versions = {in_json["policy_version"], int(headers["P2PDRL-Policy-Version"])}
+        return versions == {node.checkpoint().meta["policy_version"]} and (in_json, body)
 
-    wait_until(  # an update that was under way when the pause came still counts
-        lambda: acted_by() == node.checkpoint().meta["policy_version"], 30, "it acts by the last update"
-    )
-    in_json = json.loads(ask(node, json.dumps({"observations": obs.tolist(), "greedy": True}))[2])
-    status, headers, body = ask(node, obs.tobytes(), "?rows=64&greedy=1&values=1", BINARY)
-    assert status == 200, body
+    # An update that was under way when the pause came still counts.
+    in_json, body = wait_until(in_both_forms, 30, "both forms are answered by the last update")
     assert np.frombuffer(body, "<i8", 64).tolist() == in_json["actions"]
     np.testing.assert_allclose(np.frombuffer(body, "<f4", 64, 512), in_json["values"], rtol=1e-5)
-    assert int(headers["P2PDRL-Policy-Version"]) == in_json["policy_version"]
-    assert in_json["policy_version"] == node.checkpoint().meta["policy_version"]
 
     assert ask(node, json.dumps({"observations": [[0] * 3]}))[0] == 400
     assert ask(node, obs.tobytes()[:-1], "?rows=64", BINARY)[0] == 400
