@@ -94,7 +94,7 @@ class Ours:
         )
         self._memory = ReplayMemory(layout, n_step=n_step)
         self._sample: ReplaySample | None = None
-        tree_bytes = 17.1 * capacity  # masses, running sums, and which rows count
+        tree_bytes = 9.5 * capacity  # masses, their sums, and which rows count
         self.row_bytes = (layout.nbytes + tree_bytes) / capacity
 
     def append(self, unroll: dict[str, Array]) -> None:

@@ -401,15 +401,18 @@ def _build(start: Start) -> tuple[Trainer, str]:
 
 def _experience(trainer: Trainer, start: Start) -> tuple[bytes, bytes]:
     """Return what actors' unrolls and samples of a replay are made of; empty where there are none."""
+    shard = start.replay == "shard"
+    samples = msgspec.msgpack.encode(trainer.replay.samples.to_wire()) if shard else b""
+    if not (start.actors or start.remote_actors or start.replay == "sampled"):
+        return b"", samples
     from p2pdrl.workers.actor_source import ActorSource  # slow to import, and few learners have actors
     from p2pdrl.workers.sample_source import SampleSource
 
     source = trainer.source
-    unrolls = msgspec.msgpack.encode(source.spec.to_wire()) if isinstance(source, ActorSource) else b""
     if isinstance(source, SampleSource):
         return b"", msgspec.msgpack.encode(source.spec.to_wire())
-    shard = start.replay == "shard"
-    return unrolls, msgspec.msgpack.encode(trainer.replay.samples.to_wire()) if shard else b""
+    unrolls = msgspec.msgpack.encode(source.spec.to_wire()) if isinstance(source, ActorSource) else b""
+    return unrolls, samples
 
 
 def _live(mailbox: Mailbox) -> None:

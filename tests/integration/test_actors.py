@@ -74,6 +74,7 @@ def test_an_actor_that_is_killed_is_replaced_while_training_goes_on(swarm, wait_
 BATCHED = ("--set", "node.actors.inference=batched")
 
 
+@pytest.mark.slow
 def test_actors_whose_inference_process_is_killed_wait_for_another_and_go_on(swarm, wait_until, no_orphans):
     node = swarm.start("solo", *OPTIONS, *BATCHED)
     rows = wait_until(lambda: both_work(node), START_S, "both actors work")
@@ -154,6 +155,7 @@ def test_nothing_is_left_when_the_daemon_is_killed(swarm, wait_until):
     wait_until(lambda: not any(alive(child) for child in children), 10, "all children are gone")
 
 
+@pytest.mark.slow
 def test_a_node_that_leaves_takes_its_actors_along(swarm, wait_until):
     node, _ = start(swarm, wait_until)
     children = node.children()

@@ -159,6 +159,7 @@ def fill(folder: Path) -> Path:
             return file
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_a_warning_and_training_goes_on(small_disk, swarm, wait_until):
     node = swarm.start("small", "--set", "node.checkpoint.every_s=1", data=small_disk / "data")
     swarm.training(node)

@@ -98,6 +98,7 @@ def test_two_islands_become_one_swarm_of_the_elder_lineage(swarm, wait_until):
     wait_until(lambda: younger.status()["swarm_env_steps"] >= steps, 15, "no island's steps are lost")
 
 
+@pytest.mark.slow
 def test_pause_and_resume_of_one_node_and_of_all(swarm, wait_until):
     a = swarm.start("a", *PACE)
     b = swarm.start("b", *PACE, peers=a)
