@@ -1,7 +1,8 @@
-"""PPO alone begins to win points at Pong: the preset's values on smaller pictures, in bfloat16, one node.
+"""PPO alone begins to win points at Pong: the preset's values on smaller pictures, one node.
 
 Random play loses 20 or 21 of 21 points. What is judged are the last 20 whole games of training, whose actions
-are sampled. Most of a million steps is 15 minutes of one core, so there is one seed.
+are sampled. Most of a million steps is 15 minutes of one core in bfloat16, and 45 where the processor has
+none and float32 is quicker: so there is one seed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from msgspec.structs import replace
 
 from p2pdrl.config.loader import resolve
+from p2pdrl.rl.engines import has_bf16
 from p2pdrl.rl.registry import build_trainer
 
 pytestmark = pytest.mark.slow
@@ -21,17 +23,18 @@ pytestmark = pytest.mark.slow
 BUDGET = 1_200_000
 SMALL_AND_FAST = [
     "task.env.atari.screen_size=60",
-    "task.gradients.precision=bf16",
     "task.algorithm.anneal=none",
 ]
 
 
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("seed", [41])
 def test_pong_is_lost_by_less(seed):
     pytest.importorskip("ale_py", reason="wants the emulator: pip install 'p2pdrl[atari]'")
     torch.set_num_threads(1)
-    task = replace(resolve(files=["pong"], sets=SMALL_AND_FAST).config.task, seed=seed)
+    precision = "bf16" if has_bf16(torch.device("cpu")) else "float32"
+    sets = [*SMALL_AND_FAST, f"task.gradients.precision={precision}"]
+    task = replace(resolve(files=["pong"], sets=sets).config.task, seed=seed)
     trainer = build_trainer(task, seed, "cpu")
     games: deque[float] = deque([-21.0] * 20, maxlen=20)
     steps = 0
