@@ -72,6 +72,8 @@ CASES = {
         roles=("--learners", "1", "--replays", "1"),
         sets=("task.stop.mean_return=-200", "task.stop.env_steps=60000"),
     ),
+    "gorila": Case(475, 200_000, 900),
+    "async_double_q": Case(475, 200_000, 900),
     "async_q": Case(475, 400_000, 900),
     "async_sarsa": Case(475, 400_000, 900),
     "async_nstep_q": Case(475, 600_000, 900),
