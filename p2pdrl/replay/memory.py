@@ -304,9 +304,9 @@ class ReplayMemory:
     def _admit(self, columns_B: Int64Array) -> Int64Array:
         """Return the streams' numbers, and make room for those that are new."""
         numbers_B = self._numbers_of(columns_B)
-        if (numbers_B >= 0).all():
-            return numbers_B
         new = np.sort(columns_B[numbers_B < 0])
+        if not len(new):
+            return numbers_B
         used = self._used
         grid = int(self._words[_GRID])
         if used + len(new) > grid:
@@ -440,7 +440,7 @@ class ReplayMemory:
             self._flags[behind_B[cut_B]] &= _PARTIAL
             self._flags[(bases_B + (had_B - 1) % places)[cut_B]] |= _TRUNCATED
         slots_TB = slots_T1B[:-1]
-        self._frames[slots_T1B] = obs_T1BX.reshape(T + 1, B, -1)
+        self._obs[slots_T1B] = obs_T1BX
         self._actions[slots_TB] = actions
         self._rewards[slots_TB] = rewards_TB
         self._ages[slots_T1B] = ages_T1B
@@ -512,7 +512,7 @@ class ReplayMemory:
         bases_B = streams_B * self._places
         serials_WB = counts_B - np.arange(newest)[:, None]
         slots_WB = bases_B + serials_WB % self._places
-        flags_WB = self._flags.take(slots_WB)
+        flags_WB = self._flags[slots_WB]
         ends_WB = (flags_WB & _ENDED) != 0
         ends_WB[0] = False
         whole_WB = ends_WB.copy()
@@ -525,10 +525,7 @@ class ReplayMemory:
         if K > 1:
             eligible_WB &= serials_WB - np.minimum(self._ages[slots_WB], K - 1) >= oldest_B
         there_WB = serials_WB >= oldest_B
-        if there_WB.all():
-            self._mark(slots_WB.reshape(-1), eligible_WB.reshape(-1))
-        else:
-            self._mark(slots_WB[there_WB], eligible_WB[there_WB])
+        self._mark(slots_WB[there_WB], eligible_WB[there_WB])
         if K > 1:
             serials_KB = oldest_B + np.arange(K - 1)[:, None]
             slots_KB = bases_B + serials_KB % self._places
@@ -538,11 +535,11 @@ class ReplayMemory:
 
     def _mark(self, slots_N: Int64Array, eligible_N: BoolArray) -> None:
         """Let rows count or not; each is named once."""
-        self._count += int(np.count_nonzero(eligible_N)) - int(np.count_nonzero(self._eligible.take(slots_N)))
+        self._count += int(eligible_N.sum()) - int(self._eligible[slots_N].sum())
         self._eligible[slots_N] = eligible_N
         self._eligible_slots = None
         if self._tree is not None:
-            self._tree.set(slots_N, self._masses_of(self._priorities.take(slots_N)) * eligible_N)
+            self._tree.set(slots_N, self._masses_of(self._priorities[slots_N]) * eligible_N)
 
     # samples
 
@@ -634,14 +631,13 @@ class ReplayMemory:
         powers = discount ** np.arange(self.n_step + 1)
         slots_nN = bases_N + (serials_N + np.arange(self.n_step)[:, None]) % self._places
         flags_nN = self._flags.take(slots_nN)
-        flags_nN &= _ENDED
-        on_mN = np.bitwise_or.accumulate(flags_nN[:-1], axis=0) == 0  # m = n − 1: behind the first row
-        rewards_nN = self._rewards.take(slots_nN)
-        returns_N = rewards_nN[0] + powers[1:-1] @ np.where(on_mN, rewards_nN[1:], 0.0)
-        lengths_N = on_mN.sum(axis=0) + 1
-        count = len(serials_N)
-        last_N = flags_nN.reshape(-1).take((lengths_N - 1) * count + np.arange(count))
-        discounts_N = powers.take(lengths_N) * ((last_N & _TERMINATED) == 0)
+        on_nN = np.ones(slots_nN.shape, np.bool_)
+        for step in range(1, self.n_step):
+            np.logical_and(on_nN[step - 1], (flags_nN[step - 1] & _ENDED) == 0, out=on_nN[step])
+        returns_N = powers[:-1] @ np.where(on_nN, self._rewards.take(slots_nN), 0.0)
+        lengths_N = on_nN.sum(axis=0)
+        terminated_N = (on_nN & ((flags_nN & _TERMINATED) != 0)).any(axis=0)
+        discounts_N = powers.take(lengths_N) * ~terminated_N
         return returns_N.astype(np.float32), discounts_N.astype(np.float32), lengths_N
 
     def _pairs(
@@ -768,7 +764,7 @@ class ReplayMemory:
         if not there_N.all():
             indices_N, priorities_N = indices_N[there_N], priorities_N[there_N]
         self._priorities[indices_N] = priorities_N
-        self._tree.set(indices_N, self._masses_of(priorities_N) * self._eligible.take(indices_N))
+        self._tree.set(indices_N, self._masses_of(priorities_N) * self._eligible[indices_N])
         return len(indices_N)
 
     def reset_priorities(self) -> None:

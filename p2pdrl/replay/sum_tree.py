@@ -3,7 +3,7 @@
 The data structure of prioritized experience replay (Schaul 2016, arXiv 1511.05952, appendix B.2.1). There
 each node has two children; here it has 32, as one NumPy call costs little more for 32 numbers than for two: a
 hundred thousand leaves are found in two steps. The uppermost level, as soon as it has few nodes, is one list.
-Running sums are taken where they are searched: keeping those of all blocks would cost each change as much.
+Running sums are taken where they are searched: keeping them would cost each change as much.
 
 `memory` holds one; sets and finds work on whole batches.
 
