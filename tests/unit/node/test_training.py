@@ -114,8 +114,8 @@ async def test_a_node_that_went_nan_heals(pair, until, kinds):
         )
     assert caught.value.status == 503
     one.reports(1)
-    await until(lambda: one.now() == [1.0] * 5)
-    assert one.training.outcomes["adopted"] == 1
+    await until(lambda: one.training.outcomes.get("adopted"))
+    assert one.now() == [1.0] * 5
     assert (two.training.swarm.quarantine.total, two.now()) == (0, [1.0] * 5)
 
 
