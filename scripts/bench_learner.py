@@ -1,12 +1,17 @@
-"""How fast a learner is: environment steps and gradient steps per second of CPU time, preset by preset.
+r"""How fast a learner is: environment steps and gradient steps per second, preset by preset.
 
-One process per preset and checkout trains it, on one thread, with its environments inside. Processes of the
-same preset take turns of some updates each, so that a machine with other work slows all of them alike;
-medians over the turns are printed, and with ``--against`` the ratio to another checkout's: above 1, this one
-is faster. Updates before the first gradient, while a replay memory fills up, don't count.
+One process per preset, checkout and variant trains it, on one thread, with its environments inside. Those of
+the same preset take turns of some updates each, so that a machine with other work slows all of them alike;
+medians over the turns are printed, by CPU time and by the clock, and the ratio to the reference: above 1, the
+row is faster. The reference is the checkout of ``--against``, by CPU time, or else the first variant, by the
+clock (on a GPU the processor waits, which costs it nothing). A variant is a list of ``key=value``,
+``node.learner.device`` and ``node.learner.compile`` among them. Updates before the first gradient, while a
+replay memory fills up, don't count; nor do the first two, in which ``torch.compile`` does its work.
 
     python scripts/bench_learner.py --presets cartpole dqn
     python scripts/bench_learner.py --presets pong --against ../main --turns 9 --set task.env.num_envs=4
+    python scripts/bench_learner.py --presets pong --variant node.learner.device=cpu \
+        --variant node.learner.device=cuda task.gradients.precision=bf16
 """
 
 from __future__ import annotations
@@ -31,10 +36,12 @@ MOST_WARMING = 10_000
 
 
 class Turn(NamedTuple):
-    """What one turn amounted to, per second of CPU time."""
+    """What one turn amounted to: counts, and seconds of CPU time and by the clock."""
 
     env_steps: float
     gradient_steps: float
+    cpu_s: float
+    wall_s: float
 
 
 class Learner:
@@ -47,9 +54,10 @@ class Learner:
     """
 
     def __init__(self, checkout: Path, preset: str, sets: Sequence[str]) -> None:
+        paths = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).resolve()), "--learn", preset, "--set", *sets],
-            env={**os.environ, **ONE_THREAD, "PYTHONPATH": str(checkout)},
+            env={**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(paths)},
             cwd=checkout,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -84,45 +92,68 @@ def learn(preset: str, sets: Sequence[str]) -> None:
 
     import p2pdrl
     from p2pdrl.config.loader import resolve
+    from p2pdrl.rl.engines import EngineOptions
     from p2pdrl.rl.registry import build_trainer
 
     torch.set_num_threads(1)
-    trainer = build_trainer(resolve(files=[preset], sets=sets).config.task, 1, "cpu")
+    config = resolve(files=[preset], sets=["node.learner.device=cpu", *sets]).config
+    engine = EngineOptions(compiled=config.node.learner.compile)
+    trainer = build_trainer(config.task, 1, config.node.learner.device, engine=engine)
     with contextlib.closing(trainer):
         for _ in range(MOST_WARMING):
             if trainer.step().metrics["gradient_steps"] > 0:
                 break
         trainer.step()
+        trainer.step()
         print(json.dumps({"package": str(Path(p2pdrl.__path__[0]))}), flush=True)
         for line in sys.stdin:
-            env_steps, gradient_steps, begin = 0, 0.0, time.process_time()
+            env_steps, gradient_steps = 0, 0.0
+            cpu_s, wall_s = time.process_time(), time.perf_counter()
             for _ in range(int(line)):
                 stats = trainer.step()
                 env_steps += stats.env_steps
                 gradient_steps += stats.metrics["gradient_steps"]
-            cpu_s = time.process_time() - begin
-            turn = Turn(env_steps / cpu_s, gradient_steps / cpu_s)
+            turn = Turn(env_steps, gradient_steps, time.process_time() - cpu_s, time.perf_counter() - wall_s)
             print(json.dumps(turn._asdict()), flush=True)
 
 
 def measure(
-    preset: str, checkouts: Sequence[Path], sets: Sequence[str], *, updates: int, turns: int
+    preset: str,
+    contenders: Sequence[tuple[Path, Sequence[str]]],
+    sets: Sequence[str],
+    *,
+    updates: int,
+    turns: int,
 ) -> list[dict[str, Any]]:
-    """Return a row of the table for each checkout."""
+    """Return a row of the table for each checkout and variant.
+
+    Ratios are to the last checkout by CPU time, or to the first variant by the clock.
+    """
     with contextlib.ExitStack() as stack:
         learners = [
-            stack.enter_context(contextlib.closing(Learner(path, preset, sets))) for path in checkouts
+            stack.enter_context(contextlib.closing(Learner(path, preset, [*sets, *variant])))
+            for path, variant in contenders
         ]
         taken = [[learner.turn(updates) for learner in learners] for _ in range(turns)]
+    several_checkouts = contenders[0][0] != contenders[-1][0]
     rows = []
-    for number, path in enumerate(checkouts):
-        ratios = [turn[number].env_steps / turn[-1].env_steps for turn in taken]
+    for number, (path, variant) in enumerate(contenders):
+        mine = [turn[number] for turn in taken]
+        if several_checkouts:
+            ratios = [turn[-1].cpu_s / turn[number].cpu_s for turn in taken]
+        else:
+            ratios = [turn[0].wall_s / turn[number].wall_s for turn in taken]
         rows.append(
             {
                 "preset": preset,
                 "checkout": str(path),
-                "env_steps_per_cpu_s": statistics.median(turn[number].env_steps for turn in taken),
-                "gradient_steps_per_cpu_s": statistics.median(turn[number].gradient_steps for turn in taken),
+                "variant": " ".join(variant),
+                "env_steps_per_cpu_s": statistics.median(turn.env_steps / turn.cpu_s for turn in mine),
+                "gradient_steps_per_cpu_s": statistics.median(
+                    turn.gradient_steps / turn.cpu_s for turn in mine
+                ),
+                "env_steps_per_s": statistics.median(turn.env_steps / turn.wall_s for turn in mine),
+                "gradient_steps_per_s": statistics.median(turn.gradient_steps / turn.wall_s for turn in mine),
                 "ratio": statistics.median(ratios),
             }
         )
@@ -137,7 +168,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--presets", nargs="+", default=PRESETS, metavar="NAME", help="or paths of TOML files"
     )
-    parser.add_argument("--against", type=Path, metavar="PATH", help="another checkout")
+    others = parser.add_mutually_exclusive_group()
+    others.add_argument("--against", type=Path, metavar="PATH", help="another checkout")
+    others.add_argument(
+        "--variant", nargs="+", action="append", metavar="KEY=VALUE", help="of one contender; give several"
+    )
     parser.add_argument("--updates", type=int, default=5, help="of a turn (default: 5)")
     parser.add_argument("--turns", type=int, default=7, help="of each process (default: 7)")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="over every preset")
@@ -147,18 +182,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.learn is not None:
         learn(options.learn, options.set)
         return
-    checkouts = [HERE] if options.against is None else [HERE, options.against.resolve()]
+    if options.against is not None:
+        contenders = [(HERE, []), (options.against.resolve(), [])]
+    else:
+        contenders = [(HERE, variant) for variant in options.variant or [[]]]
     rows: list[dict[str, Any]] = []
     for preset in options.presets:
-        rows += measure(preset, checkouts, options.set, updates=options.updates, turns=options.turns)
+        rows += measure(preset, contenders, options.set, updates=options.updates, turns=options.turns)
     if options.json:
         print(json.dumps(rows, indent=2))
         return
-    print(f"{'preset':14} {'env steps/s':>12} {'gradients/s':>12} {'ratio':>6}  checkout")
+    print(f"{'':14} {'per CPU second':^25} {'per second':^25}")
+    print(
+        f"{'preset':14} {'env steps':>12} {'gradients':>12} {'env steps':>12} {'gradients':>12} {'ratio':>6}"
+    )
     for row in rows:
         print(
             f"{row['preset']:14} {row['env_steps_per_cpu_s']:12.0f} {row['gradient_steps_per_cpu_s']:12.1f} "
-            f"{row['ratio']:6.3f}  {row['checkout']}"
+            f"{row['env_steps_per_s']:12.0f} {row['gradient_steps_per_s']:12.1f} {row['ratio']:6.3f}  "
+            f"{row['variant'] or row['checkout']}"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -308,7 +309,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
     written = tmp_path / "plan"
     monkeypatch.setattr(sys, "executable", str(starter))
     monkeypatch.setenv("FAKE_LEARNER_PLAN", str(written))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]), prepend=os.pathsep)
 
     def write(*words: str) -> None:
         written.write_text(" ".join(words))

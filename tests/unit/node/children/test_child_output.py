@@ -60,7 +60,7 @@ def log():
 @pytest.fixture
 async def talker(tmp_path, monkeypatch):
     (tmp_path / "talks.py").write_text(TALKS)
-    paths = f"{tmp_path}:{Path.cwd()}"
+    paths = os.pathsep.join([str(tmp_path), str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
     monkeypatch.chdir(tmp_path)
     link = Talker(*await Talker.launch("talks", {}, os.environ | {"PYTHONPATH": paths}))
     yield link
