@@ -206,7 +206,7 @@ async def test_stale_gradients(sim, stale, most, counted):
     await asyncio.sleep(0.5)
     seen = server.strategy.facts
     for staleness, factor in zip((7, 12), counted, strict=True):
-        _, version, before, _ = await pulled(server, worker)
+        _, version, before, *_ = await pulled(server, worker)
         answer = await push(worker, server, version - staleness, np.ones(SIZE))
         given = msgspec.msgpack.decode(answer.meta, type=ServerAnswer)
         after = await pulled(server, worker)
@@ -314,7 +314,7 @@ async def test_poisoned_gradients_are_refused(sim, bad):
     (server,), (worker,) = servers_of(nodes)
     await pause(nodes)
     await asyncio.sleep(0.5)
-    _, version, before, _ = await pulled(server, worker)
+    _, version, before, *_ = await pulled(server, worker)
     gradient = np.ones(SIZE)
     gradient[3] = bad
     with pytest.raises(PeerRefusedError) as refused:
