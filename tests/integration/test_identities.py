@@ -1,4 +1,4 @@
-"""What strategies are in theory, with real processes: one big batch, serial descent, equal replicas.
+"""What strategies are in theory, with real processes: one big batch, serial descent, equal replicas, no locks.
 
 A regression on rows taken in sequence; every gradient that a node posts can be computed again, in float64,
 from its seed and its place in the sequence, which travels with its checkpoints.
@@ -11,13 +11,16 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from msgspec.structs import asdict
 
 from p2pdrl.config.task import RegressionConfig
 from p2pdrl.rl.sources.rows import make_rows, sequence_batch
 
 RATE = 0.02
+UPDATE_S = 0.08
 UPDATES = 50
 WITHIN = 1e-5
+HOGWILD = {"name": "hogwild", "learners": 4, "between_nodes": "false"}
 
 
 def problem(workers, **options):
@@ -28,31 +31,32 @@ def problem(workers, **options):
         sample="sequence",
         workers=workers,
         learning_rate=RATE,
+        min_update_s=UPDATE_S,
         **options,
     )
 
 
 def sharded(shards):
     return RegressionConfig(
-        features=24, rows=1200, batch_size=1200, sample="shards", shards=shards, learning_rate=RATE
+        features=24,
+        rows=1200,
+        batch_size=1200,
+        sample="shards",
+        shards=shards,
+        learning_rate=RATE,
+        min_update_s=UPDATE_S,
     )
 
 
 def arguments(config, strategy, seed, nodes):
     task = {
         "task.algorithm.name": "regression",
-        "task.algorithm.features": config.features,
-        "task.algorithm.rows": config.rows,
-        "task.algorithm.batch_size": config.batch_size,
-        "task.algorithm.sample": config.sample,
-        "task.algorithm.shards": config.shards,
-        "task.algorithm.workers": config.workers,
-        "task.algorithm.learning_rate": RATE,
-        "task.algorithm.min_update_s": 0.08,
         "node.seed": seed,
         "node.debug.start_at_members": nodes,
         "node.checkpoint.every_s": 0,
     }
+    usual = asdict(RegressionConfig())
+    task |= {f"task.algorithm.{key}": value for key, value in asdict(config).items() if value != usual[key]}
     task |= {f"task.strategy.{key}": value for key, value in ({"compression": "none"} | strategy).items()}
     return [f"--set={key}={value}" for key, value in task.items()]
 
@@ -208,3 +212,39 @@ def test_three_workers_of_four_shards_descend_on_the_whole_data_set_and_so_do_th
     film = Film(left)
     film.shoot(5)
     assert check(film, config) < WITHIN
+
+
+def learners_of(node, count):
+    """Its learner processes, once they are so many."""
+    found = [child for child in node.children() if "p2pdrl.workers.learner" in child.cmdline()]
+    return found if len(found) == count else None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_four_processes_without_locks_converge_on_a_sparse_problem(swarm, wait_until):
+    config = RegressionConfig(
+        features=200, density=0.05, noise=0.0, batch_size=4, learning_rate=0.2, min_update_s=0.002
+    )
+    node = swarm.start("n0", *arguments(config, HOGWILD, 0, 1))
+    swarm.training(node)
+    learners = wait_until(lambda: learners_of(node, HOGWILD["learners"]), 30, "all learners are there")
+    for learner in learners:
+        learner.suspend()
+
+    def steps(more):
+        """Wait until so many more updates were made."""
+        before = node.status()["updates"]
+        wait_until(lambda: node.status()["updates"] >= before + more, 60, "they step", every_s=0.02)
+
+    for learner in learners:  # each moves the vector also by itself
+        learner.resume()
+        steps(10)
+        learner.suspend()
+    assert node.status()["updates"] < 800  # which one process needs to come to 3e-5
+    for learner in learners:
+        learner.resume()
+    steps(2000)
+    _, evaluation = make_rows(config, 0)
+    errors = evaluation.inputs_RF @ node.params() - evaluation.targets_R
+    assert 0.5 * np.mean(np.square(errors)) < 1e-9
