@@ -131,10 +131,20 @@ def test_a_state_after_the_end_has_a_value_only_where_the_episode_was_cut(config
         assert torch.equal(*gradients) == (kind == "terminated")
 
 
-def test_k_environments_equal_k_averaged_workers():
-    config = A2CConfig(max_grad_norm=1e9)
-    policy, flat, algorithm = make(config)
-    unroll = make_unroll(policy)
+@pytest.mark.parametrize("network", [MLP, LSTM], ids=["mlp", "lstm"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        A2CConfig(max_grad_norm=1e9),
+        PPOConfig(normalize_advantages=False, epochs=1, minibatches=1, max_grad_norm=1e9),
+    ],
+    ids=["a2c", "ppo"],
+)
+def test_k_environments_equal_k_averaged_workers(config, network):
+    """Each by its valid steps; some of PPO's ratios are beyond the clip."""
+    policy, flat, algorithm = make(config, network=network)
+    unroll = make_unroll(policy, **ended("terminated", (1, 0), (3, 0), (2, 2)))
+    unroll.log_probs_TB.add_(torch.randn(T, B, generator=torch.Generator().manual_seed(1)), alpha=0.3)
     start = flat.numpy().copy()
     algorithm.update(unroll)
     together = flat.gradients_D.clone()
@@ -142,15 +152,14 @@ def test_k_environments_equal_k_averaged_workers():
     for b in range(B):
         flat.set_(start)
         columns = {
-            name: getattr(unroll, name)[:, b : b + 1]
-            for name in ("obs_T1BX", "actions", "log_probs_TB", "values_T1B", "rewards_TB")
+            name: array[:, b : b + 1]
+            for name, array in vars(unroll).items()
+            if isinstance(array, torch.Tensor) and name != "state_BS"
         }
-        masks = {
-            name: getattr(unroll, name)[:, b : b + 1]
-            for name in ("terminated_TB", "truncated_TB", "valid_TB")
-        }
-        algorithm.update(replace(unroll, **columns, **masks))
-        workers += flat.gradients_D / B
+        state = None if unroll.state_BS is None else unroll.state_BS[b : b + 1]
+        steps = int(columns["valid_TB"].sum())
+        algorithm.update(replace(unroll, **columns, state_BS=state, env_steps=steps))
+        workers += flat.gradients_D * (steps / unroll.env_steps)
     torch.testing.assert_close(workers, together, rtol=1e-5, atol=1e-6)
 
 
