@@ -88,12 +88,13 @@ async def test_one_worker_is_serial_training(sim, optimizer, apart):
         assert (report.bytes_out, report.bytes_in, report.round_trips) == (4 * SIZE, 4 * SIZE, 1)
 
 
-async def test_shards_do_not_change_a_lone_workers_result():
+@pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
+async def test_shards_do_not_change_a_lone_workers_result(optimizer):
     results = []
     for servers in (1, 4):
         sim = SimSwarm(MemoryNetwork(random.Random(1), delay_s=(0.001, 0.001)))
         problem = Serial()
-        options = config(servers=servers, optimizer="adam")
+        options = config(servers=servers, optimizer=optimizer)
         nodes = [
             sim.add(options, problem.start, gradient=lambda x, p=problem: p.gradient(x.astype(np.float64)))
             for _ in range(4)
