@@ -11,13 +11,17 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from msgspec.structs import asdict
 
 from p2pdrl.config.task import RegressionConfig
 from p2pdrl.rl.sources.rows import make_rows, sequence_batch
 
 RATE = 0.02
+UPDATE_S = 0.08
 UPDATES = 50
+LONGEST_S = 30
 WITHIN = 1e-5
+HOGWILD = {"name": "hogwild", "learners": 4, "between_nodes": "false"}
 
 
 def problem(workers, **options):
@@ -28,31 +32,33 @@ def problem(workers, **options):
         sample="sequence",
         workers=workers,
         learning_rate=RATE,
+        min_update_s=UPDATE_S,
         **options,
     )
 
 
 def sharded(shards):
     return RegressionConfig(
-        features=24, rows=1200, batch_size=1200, sample="shards", shards=shards, learning_rate=RATE
+        features=24,
+        rows=1200,
+        batch_size=1200,
+        sample="shards",
+        shards=shards,
+        learning_rate=RATE,
+        min_update_s=UPDATE_S,
     )
 
 
 def arguments(config, strategy, seed, nodes):
     task = {
         "task.algorithm.name": "regression",
-        "task.algorithm.features": config.features,
-        "task.algorithm.rows": config.rows,
-        "task.algorithm.batch_size": config.batch_size,
-        "task.algorithm.sample": config.sample,
-        "task.algorithm.shards": config.shards,
-        "task.algorithm.workers": config.workers,
-        "task.algorithm.learning_rate": RATE,
-        "task.algorithm.min_update_s": 0.08,
         "node.seed": seed,
         "node.debug.start_at_members": nodes,
         "node.checkpoint.every_s": 0,
+        "node.trusted_network": "true",  # torch.distributed asks for it
     }
+    usual = asdict(RegressionConfig())
+    task |= {f"task.algorithm.{key}": value for key, value in asdict(config).items() if value != usual[key]}
     task |= {f"task.strategy.{key}": value for key, value in ({"compression": "none"} | strategy).items()}
     return [f"--set={key}={value}" for key, value in task.items()]
 
@@ -85,13 +91,19 @@ class Film:
         self.ahead = {node.name: Counter() for node in nodes}  # place in the sequence minus version
 
     def shoot(self, seconds):
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        """For so long; on a busy machine longer, until each node has been seen at updates enough."""
+        began = time.monotonic()
+        while (took := time.monotonic() - began) < seconds or (self.seen < UPDATES + 20 and took < LONGEST_S):
             for node in self.nodes:
                 checkpoint = node.checkpoint()
                 version = checkpoint.meta["policy_version"]
                 self.shots[node.name].setdefault(version, set()).add(checkpoint.params.tobytes())
                 self.ahead[node.name][int(checkpoint.sidecar["regression.updates"]) - version] += 1
+
+    @property
+    def seen(self):
+        """Versions between the first and the last shot of each node, at least."""
+        return min(max(shots) - min(shots) for shots in self.shots.values())
 
     def align(self):
         """Count every node's versions as the first does.
@@ -158,13 +170,17 @@ def check(film, config):
     [
         {"name": "server_sync", "optimizer": "sgd", "servers": 2},
         {"name": "grad_average"},
+        {"name": "grad_average", "backend": "torch"},
         {"name": "param_average", "every_updates": 1},
     ],
-    ids=["server_sync", "grad_average", "param_average"],
+    ids=["server_sync", "grad_average", "ddp", "param_average"],
 )
 def test_three_workers_are_one_big_batch(swarm, wait_until, strategy):
     config = problem(3)
-    film = Film(begin(swarm, wait_until, 3, config, **strategy))
+    nodes = begin(swarm, wait_until, 3, config, **strategy)
+    if "backend" in strategy:
+        assert all("gloo" in str(node.events("torch")) for node in nodes)
+    film = Film(nodes)
     film.shoot(5)
     assert check(film, config) < WITHIN
 
@@ -208,3 +224,39 @@ def test_three_workers_of_four_shards_descend_on_the_whole_data_set_and_so_do_th
     film = Film(left)
     film.shoot(5)
     assert check(film, config) < WITHIN
+
+
+def learners_of(node, count):
+    """Its learner processes, once they are so many."""
+    found = [child for child in node.children() if "p2pdrl.workers.learner" in child.cmdline()]
+    return found if len(found) == count else None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_four_processes_without_locks_converge_on_a_sparse_problem(swarm, wait_until):
+    config = RegressionConfig(
+        features=200, density=0.05, noise=0.0, batch_size=4, learning_rate=0.2, min_update_s=0.002
+    )
+    node = swarm.start("n0", *arguments(config, HOGWILD, 0, 1))
+    swarm.training(node)
+    learners = wait_until(lambda: learners_of(node, HOGWILD["learners"]), 30, "all learners are there")
+    for learner in learners:
+        learner.suspend()
+
+    def steps(more):
+        """Wait until so many more updates were made."""
+        before = node.status()["updates"]
+        wait_until(lambda: node.status()["updates"] >= before + more, 60, "they step", every_s=0.02)
+
+    for learner in learners:  # each moves the vector also by itself
+        learner.resume()
+        steps(10)
+        learner.suspend()
+    assert node.status()["updates"] < 800  # which one process needs to come to 3e-5
+    for learner in learners:
+        learner.resume()
+    steps(2000)
+    _, evaluation = make_rows(config, 0)
+    errors = evaluation.inputs_RF @ node.params() - evaluation.targets_R
+    assert 0.5 * np.mean(np.square(errors)) < 1e-9

@@ -18,6 +18,7 @@ def test_the_default_breaks_no_rule() -> None:
 
 PIPELINE = ["task.strategy.name=pipeline"]
 DQN = ["task.algorithm.name=dqn"]
+AT_FETCHES = ["task.algorithm.target_tau=0.01", "task.algorithm.target_moves=fetch"]
 SAC = ["task.algorithm.name=sac"]
 TD3 = ["task.algorithm.name=td3"]
 CLASSIFIER = [
@@ -84,6 +85,12 @@ CLASSIFIER = [
         (
             ["task.algorithm.name=sac_discrete", "task.network.exploration_noise=sde"],
             "task.network.exploration_noise (in --set)",
+        ),
+        ([*DQN, *AT_FETCHES], "task.algorithm.target_moves (in --set)"),
+        ([*DQN, *AT_FETCHES, "task.strategy.name=grad_average"], "task.algorithm.target_moves (in --set)"),
+        (
+            [*DQN, *AT_FETCHES, "task.strategy.name=server_async", "task.strategy.local_steps=true"],
+            "task.algorithm.target_moves (in --set)",
         ),
         (["task.network.dueling=true"], "task.network.dueling (in --set)"),
         (["task.network.noisy=true"], "task.network.noisy (in --set)"),
@@ -178,6 +185,8 @@ def test_rules(sets: list[str], key: str) -> None:
         ["task.gradients.precision=bf16"],
         ["task.gradients.precision=fp16"],
         [*PIPELINE, *CLASSIFIER, "task.strategy.stages=3"],
+        [*DQN, *AT_FETCHES, "task.strategy.name=server_async"],
+        [*DQN, *AT_FETCHES, "task.strategy.name=server_sync"],
     ],
 )
 def test_what_the_rules_let_pass(sets: list[str]) -> None:

@@ -279,13 +279,16 @@ def test_workers_gradients_average_to_the_big_batchs_to_the_last_bit():
         assert mean.tobytes() == whole.tobytes()
 
 
-def test_workers_that_average_their_gradients_train_as_one_with_the_big_batch():
+@pytest.mark.parametrize(
+    "kind", [{}, {"kind": "classifier", "hidden": (16,)}], ids=["least_squares", "classifier"]
+)
+def test_workers_that_average_their_gradients_train_as_one_with_the_big_batch(kind):
     """The same over 200 steps of SGD on real numbers: what a synchronous swarm must reach."""
     workers, batch = 3, 8
-    options = {"rows": 240, "sample": "sequence", "noise": 0.3}
+    options = {"rows": 240, "sample": "sequence", "noise": 0.3, **kind}
     big = make(batch_size=workers * batch, **options)
     small = [make(seed, batch_size=batch, workers=workers, **options) for seed in range(workers)]
-    shared = np.zeros(32, np.float32)
+    shared = start = big.flat.copy()
     for trainer in small:
         trainer.stepper = Keeper()
     for _ in range(200):
@@ -296,6 +299,7 @@ def test_workers_that_average_their_gradients_train_as_one_with_the_big_batch():
         mean = sum(trainer.stepper.gradients[-1] / np.float32(workers) for trainer in small)
         shared = shared - np.float32(0.1) * mean
     np.testing.assert_allclose(shared, big.flat, rtol=1e-4, atol=1e-6)
+    assert np.abs(big.flat - start).max() > 0.1
 
 
 # --- Hogwild -------------------------------------------------------------------------------------

@@ -367,9 +367,10 @@ def others():
         one.close()
 
 
+@pytest.mark.parametrize("network", [MLP, LSTM], ids=["mlp", "lstm"])
 @pytest.mark.parametrize("env", [CARTPOLE, PENDULUM], ids=lambda env: env.id)
-def test_an_actor_of_another_node_gives_what_an_own_one_would(pools, others, env):
-    task = TaskConfig(env=env, network=MLP, algorithm=PPO)
+def test_an_actor_of_another_node_gives_what_an_own_one_would(pools, others, env, network):
+    task = TaskConfig(env=env, network=network, algorithm=PPO)
     pool, alone = pools(task, actors=0, remote=2), inline(task)
     far = others(pool, 1, 3, actor_seed(SEED, 0, 0))
     pool.trainer.publish()

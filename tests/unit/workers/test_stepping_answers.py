@@ -205,16 +205,21 @@ def test_what_isnt_finite_adds_nothing_to_a_sum(rig):
     assert ([posted.samples for posted in it.said], it.seen[0].tolist()) == ([4], [5, 7, 9])
 
 
-@pytest.mark.parametrize("local_steps", [True, False])
-def test_pushing_each_fourth_gradient_to_a_server_with_sgd(rig, local_steps):
+@pytest.mark.parametrize(
+    ("local_steps", "share", "golden"),
+    [(True, 1.0, 0.014780882941434593), (False, 1.0, 0.6**10), (True, 0.25, 0.4069871949618763)],
+    ids=["sum", "sum-without-local-steps", "mean"],
+)
+def test_pushing_each_fourth_gradient_to_a_server_with_sgd(rig, local_steps, share, golden):
     """DistBelief's n_push = n_fetch = 4 on f(w) = w²/2: with local steps it is serial training, 0.9^40.
 
-    Without them, four gradients of the same w make one step four times as long.
+    Without them, four gradients of the same w make one step four times as long. A server that took the mean
+    of what a push adds up would undo most of the local steps: (1 − 0.1 · (1 + 0.9 + 0.9² + 0.9³) / 4)^10.
     """
     rate, server = 0.1, np.ones(SIZE)
 
     def serve(posted: PostedRequest, vector: np.ndarray) -> str:
-        server[:] -= rate * vector
+        server[:] -= rate * share * vector
         it.board.post_set(server.astype(np.float32), None, posted.number)
         return "set"
 
@@ -222,7 +227,6 @@ def test_pushing_each_fourth_gradient_to_a_server_with_sgd(rig, local_steps):
     it.trainer.module.set_(np.ones(SIZE, np.float32))
     for _ in range(40):
         it.step(it.x, rate=rate)
-    golden = 0.014780882941434593 if local_steps else 0.6**10
     assert it.x == pytest.approx([golden] * SIZE, rel=1e-5)
 
 

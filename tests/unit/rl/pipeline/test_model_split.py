@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +20,10 @@ from p2pdrl.config.task import (
 )
 from p2pdrl.errors import ConfigError, PeerUnreachableError
 from p2pdrl.pipeline.plan import PipelinePlan
+from p2pdrl.rl.pipeline import model_split
+from p2pdrl.rl.pipeline.links import ring
 from p2pdrl.rl.pipeline.model_split import ModelSplit
+from p2pdrl.rl.pipeline.stage_parameters import StageParameters
 from p2pdrl.rl.registry import build_trainer
 
 from .pipelines import CPU, even_cuts, make_case, make_plan
@@ -78,6 +84,99 @@ def test_a_seed_gives_the_same_curve_with_and_without_the_pipeline(name):
             }
             for key, value in metrics.items():
                 assert others[key] == pytest.approx(value, rel=1e-3, abs=1e-4), key
+
+
+class Slots:
+    """A clock for each thread, which only computing moves: each forward and each backward takes a slot."""
+
+    def __init__(self):
+        self._own = threading.local()
+
+    def now(self):
+        return getattr(self._own, "now", 0.0)
+
+    def compute(self, *_):
+        self._own.now = self.now() + 1.0
+
+    def wait(self, until):
+        self._own.now = max(self.now(), until)
+
+    def shares(self):
+        """Parts of a model that take their slots."""
+        slots = self
+
+        class Share(StageParameters):
+            def forward(self, *args, **options):
+                output = super().forward(*args, **options)
+                slots.compute()
+                output.register_hook(slots.compute)
+                return output
+
+        return Share
+
+    def ring(self, ranks):
+        """Links over which nothing takes time; who waits for a message is as late as it is."""
+        down, up = ([queue.SimpleQueue() for _ in range(ranks)] for _ in range(2))
+        return [
+            Timed(
+                links,
+                self,
+                {"down": down[rank - 1], "up": up[(rank + 1) % ranks]},
+                {"down": down[rank], "up": up[rank]},
+            )
+            for rank, links in enumerate(ring(ranks))
+        ]
+
+
+class Timed:
+    """Links beside which the senders' times travel, message by message."""
+
+    def __init__(self, links, slots, incoming, outgoing):
+        self._links, self._slots, self._incoming, self._outgoing = links, slots, incoming, outgoing
+        self.close = links.close
+
+    def send(self, way, *message):
+        self._outgoing[way].put(self._slots.now())
+        self._links.send(way, *message)
+
+    def receive(self, way, *args):
+        message = self._links.receive(way, *args)
+        self._slots.wait(self._incoming[way].get_nowait())
+        return message
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "ranks", "microbatches"),
+    [
+        ("1f1b", 2, 2, 4),
+        ("1f1b", 2, 2, 1),
+        ("1f1b", 3, 3, 4),
+        ("1f1b", 4, 4, 8),
+        ("1f1b", 1, 1, 4),
+        ("gpipe", 2, 2, 4),
+        ("interleaved", 4, 2, 4),
+    ],
+)
+def test_a_step_takes_as_many_slots_as_the_pipeline_is_long(
+    schedule, stages, ranks, microbatches, monkeypatch
+):
+    """M + S − 1 forwards and as many backwards, where one device has S · M of each to compute.
+
+    A rank with several stages computes M for each of them, and waits no longer than with one.
+    """
+    slots = Slots()
+    monkeypatch.setattr(model_split, "ring", slots.ring)
+    case, parts = make_case("mlp")
+    plan = make_plan(parts, stages, microbatches, schedule, ranks)
+    split = ModelSplit(parts, plan, [CPU] * ranks, clock=slots.now, make_share=slots.shares())
+    computed = microbatches * stages // ranks
+    for _ in range(3):
+        split.gradients(case.batch, case.objective)
+        split.step(parts.optimizer, learning_rate=0.1, max_grad_norm=1.0, samples=11, left=1)
+        metrics = split.metrics()
+        assert metrics["step_s"] == 2 * (computed + ranks - 1)
+        assert metrics["bubble"] == pytest.approx((ranks - 1) / (computed + ranks - 1))
+    split.close()
 
 
 def test_in_bf16_it_learns_as_well():

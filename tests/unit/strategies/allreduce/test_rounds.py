@@ -10,6 +10,9 @@ import pytest
 
 from p2pdrl.config.strategy import FederatedConfig, GradAverageConfig
 from p2pdrl.strategies.allreduce import reduce_scatter
+from p2pdrl.strategies.allreduce.federated import Privacy, SecretNoise
+from p2pdrl.strategies.allreduce.param_average import AveragedParameters
+from p2pdrl.strategies.allreduce.rounds import GroupRounds
 from p2pdrl.strategies.registry import build
 
 from .bowls import GRADIENTS, PARAMETERS, SIZE, Bowls, now, shared, together, until
@@ -205,3 +208,32 @@ async def test_federated_rounds_tell_what_they_give_away():
         assert 0 < facts["epsilon"] < 100
         assert facts["private_rounds"] >= 10
         assert len({node.learner.history[-1].tobytes() for node in bowls.nodes}) <= 4
+
+
+async def test_what_federated_rounds_agree_on_carries_noise_of_deviation_z_s_over_n():
+    """Beside the mean of the clipped changes, and anew in each round; bounds are five standard errors."""
+    z, bound, rounds, size = 1.5, 0.5, 6, 20_000
+    config = FederatedConfig(
+        noise_multiplier=z,
+        clip_norm=bound,
+        participation=1.0,
+        every_updates=1,
+        compression="none",
+        deadline_s=4.0,
+    )
+    async with Bowls(config, size=size, gradient=np.ones_like) as bowls:
+        for node in bowls.nodes:
+            context = node.context()
+            privacy = Privacy(config, context.epoch, node.id, SecretNoise(node.id.encode()))
+            node.strategy = GroupRounds(config, context, AveragedParameters(config, context, privacy))
+        await bowls.start()
+        await until(lambda: min(node.strategy.outcomes.get("ok", 0) for node in bowls.nodes) > rounds)
+        for node in bowls.nodes:
+            assert [len(report.merged) for report in node.swarm.rounds[: rounds + 1]] == [1] + [4] * rounds
+        agreed, *others = (np.array(node.learner.history[: rounds + 1], np.float64) for node in bowls.nodes)
+    assert all(np.array_equal(agreed, other) for other in others)
+    noise = np.diff(agreed, axis=0) + bound / size**0.5  # each went downhill by S, the same way
+    deviation = z * bound / 4
+    assert np.abs(noise.mean(axis=1)).max() < 5 * deviation / size**0.5
+    assert np.abs(noise.std(axis=1) / deviation - 1).max() < 5 / (2 * size) ** 0.5
+    assert np.abs((noise[1:] * noise[:-1]).mean(axis=1)).max() < 5 * deviation**2 / size**0.5

@@ -57,6 +57,31 @@ async def test_eight_nodes_agree_on_their_mean(swarm, wire, partners):
     assert all(estimate < 0.2 * first for estimate in estimates)
 
 
+async def test_exchanges_contract_as_on_the_complete_graph(swarm):
+    """Whatever the vectors, an exchange takes 1/(n − 1) of the squared distances from their mean on average.
+
+    100 runs of 12 exchanges by seeds 0 to 99: the standard error of the mean is 0.003.
+    """
+    nodes = await swarm.grow(NODES)
+    shares = []
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        for node in nodes:
+            node.x_D = rng.standard_normal(node.x_D.size).astype(np.float32)
+            node.turn()
+        left, mean_D = consensus(nodes), mean(nodes)
+        for _ in range(12):
+            nodes[rng.integers(NODES)].strategy.updated(1)
+            await asyncio.sleep(TURN_S)
+            for node in nodes:
+                node.turn()
+            before, left = left, consensus(nodes)
+            shares.append((left / before) ** 2)
+        assert np.allclose(mean(nodes), mean_D, atol=1e-6)
+    assert sum(node.strategy.outcomes.get("ok", 0) for node in nodes) == len(shares)
+    assert np.mean(shares) == pytest.approx(1 - 1 / (NODES - 1), abs=0.01)
+
+
 async def test_the_greatest_version_gets_around(swarm):
     nodes = await swarm.grow(NODES)
     for node in nodes:

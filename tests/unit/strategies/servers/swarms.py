@@ -39,12 +39,17 @@ def servers_of(nodes: list[SimNode]) -> tuple[list[SimNode], list[SimNode]]:
 
 
 class Held(NamedTuple):
-    """What a server says that it holds, to whoever pulls it."""
+    """What a server says that it holds, to whoever pulls it.
+
+    Attributes:
+        vectors: numbers for each entry: the parameter, and the optimizer's state.
+    """
 
     span: tuple[int, int]
     version: int
     parameters: np.ndarray
     scalars: dict[str, float]
+    vectors: float
 
 
 async def pulled(server: SimNode, asker: SimNode) -> Held:
@@ -66,7 +71,8 @@ async def pulled(server: SimNode, asker: SimNode) -> Held:
     )
     head = msgspec.msgpack.decode(answer.meta, type=Pulled)
     parameters = np.frombuffer(came[-1], np.float32)[: last + 1 - first]
-    return Held((first, last), head.version, parameters, head.scalars)
+    vectors = len(came[-1]) / parameters.nbytes
+    return Held((first, last), head.version, parameters, head.scalars, vectors)
 
 
 async def progress(nodes: list[SimNode], seconds: float) -> list[int]:
