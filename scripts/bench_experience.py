@@ -128,7 +128,7 @@ async def serve(actors: int, environments: int) -> None:
                 while lane.waiting:
                     lane.consume()
                 lane.grant(1)
-            await asyncio.sleep(0.0005)
+            await asyncio.sleep(0.0001)
 
     learning = asyncio.create_task(learn())
     print(port, flush=True)
@@ -182,7 +182,7 @@ async def measure(  # noqa: C901, PLR0915 - one run from its begin to its end
                 if lane.may_begin:
                     lane.fill(environments)
                     lane.commit(policy_version=1, episodes=0, env_steps=STEPS * environments)
-            await asyncio.sleep(0.0005)
+            await asyncio.sleep(0.0001)
 
     async def alone(until_s: float) -> int:
         sent = 0
