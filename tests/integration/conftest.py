@@ -230,10 +230,11 @@ class RealSwarm:
         """Start a node and wait until it has founded: of two that start at once, either may."""
         node = self.start(name, *arguments, **given)
         wait_until(
-            lambda: node.events("founded") or node.events("resumed-swarm"),
+            lambda: node.process.poll() is not None or node.events("founded") or node.events("resumed-swarm"),
             60,
             f"{name} founds:\n{node.text()[-3000:]}",
         )
+        assert node.process.poll() is None, node.text()[-3000:]
         return node
 
     def close(self) -> None:
