@@ -2,8 +2,8 @@
 
 The swarm stops by its own condition: two evaluations in a row, by different nodes, have a mean return of at
 least the goal. A seed is that of the initial weights; environments are seeded by the nodes' ids and nobody
-waits for anybody, so no two runs are alike. To add a preset, add a line to `CASES`. Those of MinAtar want it
-installed, and take their time: the comment at each says how long on two cores.
+waits for anybody, so no two runs are alike. To add a preset, add a line to `CASES`; one may
+come again with another task, its name first.
 """
 
 from __future__ import annotations
@@ -47,6 +47,18 @@ class Case(NamedTuple):
 
 
 GOAL = ("task.stop.mean_return=475",)
+BREAKOUT = (
+    "task.env.id=MinAtar/Breakout-v1",
+    "task.network.hidden=[128]",
+    "task.stop.mean_return=10",
+    "task.evaluation.every=20000",
+)
+BREAKOUT_DQN = (
+    *BREAKOUT,
+    "task.network.kind=minatar_cnn",
+    "task.algorithm.learning_rate=2.5e-4",
+    "task.stop.env_steps=1000000",
+)
 
 CASES = {
     "cartpole": Case(475, 600_000, 900),
@@ -90,6 +102,62 @@ CASES = {
     ),
     "amb_pp_impala": Case(475, 300_000, 900, nodes=2, sets=(*GOAL, "node.actors.count=1")),
     "amb_pp": Case(475, 600_000, 900, nodes=2, sets=(*GOAL, "task.stop.env_steps=600000")),
+    "impala breakout": Case(
+        10,
+        6_000_000,
+        1500,
+        roles=("--learners", "1"),
+        sets=(
+            *BREAKOUT,
+            "task.env.num_envs=16",
+            "task.algorithm.learning_rate=1e-3",
+            "task.algorithm.entropy_coef=0.02",
+            "task.stop.env_steps=6000000",
+        ),
+        wants="minatar",
+    ),
+    "rapid breakout": Case(
+        10,
+        3_000_000,
+        1500,
+        nodes=4,
+        roles=("--learners", "2"),
+        sets=(
+            *BREAKOUT,
+            "task.network.kind=minatar_cnn",
+            "task.network.core_size=128",
+            "task.env.num_envs=32",
+            "task.algorithm.entropy_coef=0.01",
+            "task.stop.env_steps=3000000",
+        ),
+        wants="minatar",
+    ),
+    "gorila breakout": Case(
+        10,
+        1_000_000,
+        1500,
+        sets=(
+            *BREAKOUT_DQN,
+            "task.algorithm.exploration_steps=100000",
+            "task.algorithm.exploration_end=0.02",
+        ),
+        wants="minatar",
+    ),
+    "apex_dqn breakout": Case(
+        10,
+        1_000_000,
+        1500,
+        nodes=5,
+        roles=("--learners", "1", "--replays", "2"),
+        sets=(
+            *BREAKOUT_DQN,
+            "task.algorithm.batch_size=64",
+            "task.algorithm.unroll_steps=8",
+            "task.algorithm.buffer_size=100000",
+            "task.algorithm.target_tau=0.005",
+        ),
+        wants="minatar",
+    ),
 }
 
 
