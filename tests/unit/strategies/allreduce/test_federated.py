@@ -128,13 +128,13 @@ def test_rounds_of_too_few_members_change_nothing_and_give_nothing_away():
 
 
 def test_the_preset_hides_something_and_says_how_much():
-    """Its comment tells (ε, δ) after 31 rounds of four nodes and 41 of three."""
+    """Its comment tells (ε, δ) after 31 rounds of eight nodes and 62 of four."""
     task = resolve(files=("federated",)).config.task
     given = task.strategy
     assert isinstance(given, FederatedConfig)
     steps = given.every_updates * task.env.num_envs * task.algorithm.unroll_steps
     comment = preset_path("federated").read_text()
-    for nodes in (4, 3):
+    for nodes in (8, 4):
         rounds = -(-task.stop.env_steps // (nodes * steps))
         epsilon = epsilon_of(given.noise_multiplier, given.participation, rounds, given.delta)
         assert f"({epsilon:.1f}, 1e-5) after {rounds}" in comment.replace("\n# ", " ")
