@@ -43,6 +43,16 @@ class Turn(NamedTuple):
     cpu_s: float
     wall_s: float
 
+    @property
+    def per_cpu_s(self) -> float:
+        """Environment steps per second of CPU time."""
+        return self.env_steps / self.cpu_s
+
+    @property
+    def per_s(self) -> float:
+        """Environment steps per second by the clock."""
+        return self.env_steps / self.wall_s
+
 
 class Learner:
     """A process that trains a preset with a checkout's package, a turn at a time.
@@ -122,12 +132,14 @@ def measure(
     contenders: Sequence[tuple[Path, Sequence[str]]],
     sets: Sequence[str],
     *,
+    by_cpu: bool,
     updates: int,
     turns: int,
 ) -> list[dict[str, Any]]:
     """Return a row of the table for each checkout and variant.
 
-    Ratios are to the last checkout by CPU time, or to the first variant by the clock.
+    Args:
+        by_cpu: ratios are to the last contender by CPU time, not to the first by the clock.
     """
     with contextlib.ExitStack() as stack:
         learners = [
@@ -135,24 +147,23 @@ def measure(
             for path, variant in contenders
         ]
         taken = [[learner.turn(updates) for learner in learners] for _ in range(turns)]
-    several_checkouts = contenders[0][0] != contenders[-1][0]
     rows = []
     for number, (path, variant) in enumerate(contenders):
         mine = [turn[number] for turn in taken]
-        if several_checkouts:
-            ratios = [turn[-1].cpu_s / turn[number].cpu_s for turn in taken]
+        if by_cpu:
+            ratios = [turn[number].per_cpu_s / turn[-1].per_cpu_s for turn in taken]
         else:
-            ratios = [turn[0].wall_s / turn[number].wall_s for turn in taken]
+            ratios = [turn[number].per_s / turn[0].per_s for turn in taken]
         rows.append(
             {
                 "preset": preset,
                 "checkout": str(path),
                 "variant": " ".join(variant),
-                "env_steps_per_cpu_s": statistics.median(turn.env_steps / turn.cpu_s for turn in mine),
+                "env_steps_per_cpu_s": statistics.median(turn.per_cpu_s for turn in mine),
                 "gradient_steps_per_cpu_s": statistics.median(
                     turn.gradient_steps / turn.cpu_s for turn in mine
                 ),
-                "env_steps_per_s": statistics.median(turn.env_steps / turn.wall_s for turn in mine),
+                "env_steps_per_s": statistics.median(turn.per_s for turn in mine),
                 "gradient_steps_per_s": statistics.median(turn.gradient_steps / turn.wall_s for turn in mine),
                 "ratio": statistics.median(ratios),
             }
@@ -188,7 +199,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         contenders = [(HERE, variant) for variant in options.variant or [[]]]
     rows: list[dict[str, Any]] = []
     for preset in options.presets:
-        rows += measure(preset, contenders, options.set, updates=options.updates, turns=options.turns)
+        rows += measure(
+            preset,
+            contenders,
+            options.set,
+            by_cpu=options.against is not None,
+            updates=options.updates,
+            turns=options.turns,
+        )
     if options.json:
         print(json.dumps(rows, indent=2))
         return
