@@ -9,6 +9,15 @@ from typing import Any
 Json = Any
 STREAM = ("backend=stream",)
 """These models are so small that ``auto`` would rightly train them without a pipeline."""
+SMALL = {
+    "task.env.num_envs": 4,
+    "task.algorithm.unroll_steps": 64,
+    "task.algorithm.epochs": 2,
+    "task.algorithm.minibatches": 2,
+    "task.strategy.compression": "none",
+    "node.checkpoint.every_s": 0,
+}
+"""Options of nodes whose updates take little time."""
 
 
 def place(node) -> Json:

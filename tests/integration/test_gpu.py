@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from .pipelines import ranks, whole
+from .pipelines import SMALL, ranks, whole
 
 DEVICE = "cuda"
 pytestmark = [
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU on this machine"),
 ]
 
-SMALL = ("task.network.hidden=[64, 64]", "task.algorithm.learning_rate=1e-3")
+SMALL_NET = ("task.network.hidden=[64, 64]", "task.algorithm.learning_rate=1e-3")
 CARTPOLE = ("150", "5000", "sampled")
 PENDULUM = ("-700", "2000", "greedy")
 """Goal, environment steps between evaluations, and how actions are chosen in them."""
@@ -36,7 +36,7 @@ SWARMS = {
     "ppo compiled": ("ppo", ("node.learner.compile=true",), CARTPOLE, 300_000),
     "impala": ("impala", (), CARTPOLE, 400_000),
     "dqn": ("dqn", ("task.network.hidden=[64, 64]",), ("150", "5000", "greedy"), 100_000),
-    "sac": ("sac", SMALL, PENDULUM, 30_000),
+    "sac": ("sac", SMALL_NET, PENDULUM, 30_000),
     "gradients": ("ppo", ("task.strategy.name=grad_average",), CARTPOLE, 300_000),
     "parameters": ("ppo", ("task.strategy.name=param_average",), CARTPOLE, 300_000),
     "a server": ("gorila", (), ("150", "5000", "greedy"), 300_000),
@@ -130,16 +130,7 @@ def test_two_nodes_learn_together(swarm, name, no_orphans):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["stream", "torch"])
 def test_two_nodes_are_a_pipeline_on_it(swarm, wait_until, backend, no_orphans):
-    options = {
-        "node.learner.device": DEVICE,
-        "task.env.num_envs": 4,
-        "task.algorithm.unroll_steps": 64,
-        "task.algorithm.epochs": 2,
-        "task.algorithm.minibatches": 2,
-        "task.strategy.compression": "none",
-        "node.checkpoint.every_s": 0,
-        "node.trusted_network": "true",
-    }
+    options = {**SMALL, "node.learner.device": DEVICE, "node.trusted_network": "true"}
     nodes = swarm.start_team(2, options)
     wait_until(lambda: all(node.rounds_in("adpsgd") > 0 for node in nodes), 60, "they gossip")
     nodes[0].set_mode("pipeline", "stages=2", f"backend={backend}")

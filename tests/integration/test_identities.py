@@ -24,29 +24,16 @@ WITHIN = 1e-5
 HOGWILD = {"name": "hogwild", "learners": 4, "between_nodes": "false"}
 
 
+def regression(**options):
+    return RegressionConfig(features=24, rows=1200, learning_rate=RATE, min_update_s=UPDATE_S, **options)
+
+
 def problem(workers, **options):
-    return RegressionConfig(
-        features=24,
-        rows=1200,
-        batch_size=8,
-        sample="sequence",
-        workers=workers,
-        learning_rate=RATE,
-        min_update_s=UPDATE_S,
-        **options,
-    )
+    return regression(batch_size=8, sample="sequence", workers=workers, **options)
 
 
 def sharded(shards):
-    return RegressionConfig(
-        features=24,
-        rows=1200,
-        batch_size=1200,
-        sample="shards",
-        shards=shards,
-        learning_rate=RATE,
-        min_update_s=UPDATE_S,
-    )
+    return regression(batch_size=1200, sample="shards", shards=shards)
 
 
 def arguments(config, strategy, seed, nodes):

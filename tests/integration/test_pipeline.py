@@ -9,20 +9,12 @@ import signal
 
 import pytest
 
-from .pipelines import STREAM, Watch, holder, ranks, whole
+from .pipelines import SMALL, STREAM, Watch, holder, ranks, whole
 
 SOON_S = 5.0
 """From a change of the mode until updates go on."""
 OFF_US = 20_000.0
 """Bound on how far the clocks of a trace are apart on a machine that is busy."""
-OPTIONS = {
-    "task.env.num_envs": 4,
-    "task.algorithm.unroll_steps": 64,
-    "task.algorithm.epochs": 2,
-    "task.algorithm.minibatches": 2,
-    "task.strategy.compression": "none",
-    "node.checkpoint.every_s": 0,
-}
 
 
 def protocol(node):
@@ -37,7 +29,7 @@ def switch(nodes, mode, wanted, *options, formed=lambda: True):
 
 @pytest.mark.timeout(120)
 def test_two_nodes_go_from_gossip_to_a_pipeline_and_back(swarm, wait_until, no_orphans):
-    nodes = swarm.start_team(2, OPTIONS)
+    nodes = swarm.start_team(2, SMALL)
     wait_until(lambda: all(node.rounds_in("adpsgd") > 0 for node in nodes), 20, "they gossip")
 
     watch, into_s = switch(nodes, "pipeline", "pipeline", "stages=2", *STREAM, formed=lambda: whole(nodes, 2))
