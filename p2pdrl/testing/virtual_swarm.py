@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 import msgspec
 
 from p2pdrl.clock import LoopClock
+from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.config.strategy import StrategyConfig
 from p2pdrl.group.compatibility import Summary
 from p2pdrl.group.service import Group
@@ -118,10 +120,9 @@ class SimNode:
         network: joins all nodes.
         number: makes id and address.
         config: the strategy.
-        start: the learner's first vector.
+        learner: makes the learner, which works by that mode.
         epoch: mode epoch.
         trusted: whether torch.distributed may be used.
-        learner: options of `FakeLearner`.
     """
 
     def __init__(
@@ -129,11 +130,10 @@ class SimNode:
         network: MemoryNetwork,
         number: int,
         config: StrategyConfig,
-        start: Float32Array,
+        learner: Callable[[LearnerMode], FakeLearner],
         *,
         epoch: int = 1,
         trusted: bool = False,
-        **learner: object,
     ) -> None:
         self.id = f"{number:032x}"
         self.address = Address("10.0.0.1", 7000 + number)
@@ -142,7 +142,7 @@ class SimNode:
         self.trusted, self.direct = trusted, True
         self.transport = network.join(self.id, self.address)
         self.swarm = FakeSwarm(self.id, epoch)
-        self.learner = FakeLearner(start, config.learner_mode, **learner)  # type: ignore[arg-type]
+        self.learner = learner(config.learner_mode)
         self.rng = random.Random(number)
         self.stages = FakeStages(self.id, self.learner, network)
         self.pipes = FakePipes(network, self.id)
@@ -186,6 +186,12 @@ class SimNode:
     async def answer(self, incoming: Incoming) -> Reply:
         """Serve a peer's call; a test may put another function in its place."""
         return await self.strategy.answer(incoming)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What the learner died of."""
+        done = self._training is not None and self._training.done() and not self._training.cancelled()
+        return self._training.exception() if done and self._training is not None else None
 
     def train(self, updates: int | None = None) -> None:
         """Let the learner begin, or go on after `pause`."""
@@ -257,9 +263,35 @@ class SimSwarm:
         self.detect_s = detect_s
         self.nodes: list[SimNode] = []
 
-    def add(self, config: StrategyConfig, start: Float32Array, **options: object) -> SimNode:
-        """Make one more node; it isn't started, and nobody knows it before `introduce`."""
-        node = SimNode(self.network, len(self.nodes), config, start, **options)  # type: ignore[arg-type]
+    def add(
+        self,
+        config: StrategyConfig,
+        start: Float32Array,
+        *,
+        epoch: int = 1,
+        trusted: bool = False,
+        **options: Any,
+    ) -> SimNode:
+        """Make one more node; it isn't started, and nobody knows it before `introduce`.
+
+        Args:
+            start: the learner's first vector.
+            options: of its `FakeLearner`.
+        """
+        return self.add_learner(
+            config, lambda mode: FakeLearner(start, mode, **options), epoch=epoch, trusted=trusted
+        )
+
+    def add_learner(
+        self,
+        config: StrategyConfig,
+        learner: Callable[[LearnerMode], FakeLearner],
+        *,
+        epoch: int = 1,
+        trusted: bool = False,
+    ) -> SimNode:
+        """The same with a learner that is made here."""
+        node = SimNode(self.network, len(self.nodes), config, learner, epoch=epoch, trusted=trusted)
         node.swarm.take = lambda donor: self._copy(donor, node)
         self.nodes.append(node)
         return node
