@@ -1,9 +1,9 @@
-"""Swarms that really learn, in virtual time: trainers, strategies and evaluations as nodes have them, in one process.
+"""Swarms that really learn, in virtual time: trainers, strategies and evaluations in one process.
 
-A node is a `testing.virtual_swarm.SimNode` whose learner is a trainer. What it computes, it computes; how long
-that takes is what the description says: so much for an environment step, a gradient, a way over a link. What a
-node's daemon does beside its strategy is done as there: normalisers' counters and the swarm's progress reach
-all nodes, a second late at most; a newcomer takes a living node's state.
+A node is a `testing.virtual_swarm.SimNode` whose learner is a trainer. What it computes, it computes; how
+long that takes is what the description says: so much for an environment step, a gradient, a way over a link.
+What a node's daemon does beside its strategy is done as there: normalisers' counters and the swarm's progress
+reach all nodes, a second late at most; a newcomer takes a living node's state.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import contextlib
 import dataclasses
 import os
 import random
+import statistics
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from p2pdrl.config.learner_mode import LearnerMode
@@ -40,7 +43,7 @@ from p2pdrl.testing.virtual_time import VirtualTimeLoop
 from p2pdrl.workers.learner_modes import ModeSwitcher
 from p2pdrl.workers.replica import Replica
 
-__all__ = ["Costs", "Judged", "VirtualTraining"]
+__all__ = ["Costs", "Judged", "TrainingLearner", "VirtualTraining", "measured_costs"]
 
 MOST_NODES = 64
 """That ever are in one swarm."""
@@ -80,12 +83,68 @@ class Judged:
     value: float
 
 
+def measured_costs(task: TaskConfig, updates: int = 2) -> Costs:
+    """Return what gradients of a task cost on this machine, on one thread; environment steps are free.
+
+    Minibatches of an update, and of one with an eighth of its steps, give a line: so much each, and so much
+    a row.
+    """
+    algorithm = task.algorithm
+    short = getattr(algorithm, "unroll_steps", 0) // 8
+    tasks = [task]
+    if short:
+        shorter = msgspec.structs.replace(algorithm, unroll_steps=short)
+        tasks.append(msgspec.structs.replace(task, algorithm=shorter))
+    points = [_gradient_cost(one, updates) for one in tasks]
+    (rows, seconds), (few_rows, few_seconds) = points[0], points[-1]
+    row_s = max(0.0, (seconds - few_seconds) / (rows - few_rows)) if rows > few_rows else 0.0
+    return Costs(0.0, max(0.0, seconds - row_s * rows), row_s)
+
+
+def _gradient_cost(task: TaskConfig, updates: int) -> tuple[float, float]:
+    """Rows of a minibatch, and processor seconds of its gradient and step, of medians."""
+    trainer = build_trainer(task, seed=1, device="cpu")
+    rows: list[int] = []
+    spent_s: list[float] = []
+    collect = trainer.source.next
+    outside_s = 0.0
+
+    def collected() -> Any:
+        nonlocal outside_s
+        began_s = time.process_time()
+        batch = collect()
+        outside_s += time.process_time() - began_s
+        return batch
+
+    trainer.source.next = collected  # type: ignore[method-assign]
+    for loss in trainer.algorithm.losses:
+        compute = loss.engine.gradients
+
+        def computed(batch: Any, objective: Any, compute: Any = compute) -> Any:
+            rows.append(batch.rows)
+            return compute(batch, objective)
+
+        loss.engine.gradients = computed  # type: ignore[method-assign]
+    made = 0
+    while made < updates:  # one that fills a replay memory makes no gradient
+        before, outside_s = len(rows), 0.0
+        began_s = time.process_time()
+        trainer.step()
+        if len(rows) > before:
+            spent_s.append((time.process_time() - began_s - outside_s) / (len(rows) - before))
+            made += 1
+    trainer.close()
+    return statistics.median(rows), statistics.median(spent_s)
+
+
 class _Ended(BaseException):
     """The learner is to end where it is."""
 
 
 class TrainingLearner:
-    """A trainer as a strategy sees a node's learner; its code runs in a thread, one at a time with the loop's.
+    """A trainer as a strategy sees a node's learner.
+
+    Its code runs in a thread, which works only while the loop waits for it.
 
     Args:
         trainer: closed with this.
@@ -322,7 +381,6 @@ class TrainingLearner:
             loss.engine.gradients = computed  # type: ignore[method-assign]
 
 
-
 class VirtualTraining:
     """A swarm that trains a task in virtual time.
 
@@ -415,10 +473,9 @@ class VirtualTraining:
     async def join(self) -> None:
         """One more node comes, takes a living one's state, and trains."""
         swarm = self._swarm
-        donor = next(node for node in swarm.living)
+        donor = swarm.living[0]
         node = self._add()
-        vector, sidecar = donor.learner.trainer.flat.copy(), donor.learner.trainer.sidecar()
-        node.learner.board.post_set(vector, sidecar, donor.learner.version)
+        self._give(donor, node)
         swarm.introduce()
         await node.start()
 
@@ -437,7 +494,22 @@ class VirtualTraining:
         def learner(mode: LearnerMode) -> TrainingLearner:
             return TrainingLearner(trainer, costs, mode, self._learning_rate)
 
-        return swarm.add_learner(self.task.strategy, learner)
+        node = swarm.add_learner(self.task.strategy, learner)
+
+        async def take(donor: str) -> bool:
+            found = [one for one in swarm.living if one.id == donor]
+            for one in found:
+                self._give(one, node)
+            return bool(found)
+
+        node.swarm.take = take
+        return node
+
+    def _give(self, donor: SimNode, taker: SimNode) -> None:
+        """Post a node's whole state to another, as a transfer does."""
+        trainer = donor.learner.trainer
+        sidecar = {name: array.copy() for name, array in trainer.sidecar().items()}
+        taker.learner.board.post_set(trainer.flat.copy(), sidecar, donor.learner.version)
 
     def _learning_rate(self) -> float:
         algorithm = self.task.algorithm
@@ -492,7 +564,8 @@ class VirtualTraining:
         moments = [node.learner.trainer.own_moments() for node in living]
         for number, node in enumerate(living):
             others = [one for other, one in enumerate(moments) if other != number]
-            merged = {name: Moments.merge([one[name] for one in others]) for name in moments[number]} if others else {}
+            names = moments[number] if others else ()
+            merged = {name: Moments.merge([one[name] for one in others]) for name in names}
 
             def news(trainer: Trainer = node.learner.trainer, merged: dict[str, Moments] = merged) -> None:
                 trainer.set_progress(fraction, env_steps)

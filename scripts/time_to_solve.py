@@ -1,0 +1,390 @@
+"""Time to a solved task against the number of nodes: what a further machine gains.
+
+A swarm of N nodes trains a preset until its evaluated policy is at the goal twice in a row. By default it
+trains in virtual time, in one process: trainers, strategies, evaluations are real, and how long something
+takes is what is said here (`support.virtual_training`). So N machines need no N machines, and nothing is
+disturbed by what else this one does. A gradient costs what it costs on this machine (`--gradient-ms`: what
+is said), an environment step `--pace-ms`, a way over a link what `--link` says.
+
+    seconds          until the second of those two evaluations, median and range over the seeds
+    speed-up         the median of one node's seconds, of whatever setting is quickest alone, through that
+    samples          environment steps of the whole swarm until then, and as a share of one node's
+    gradients        of a node
+    MB               sent by a node
+
+How a node's batch and learning rate follow N: its unrolls are N^`--unroll-power` times as long, its learning
+rate is N^`--rate-power` times the preset's. What else differs between settings is said by `--set`, and a
+name for a setting by `--name`.
+
+    python scripts/time_to_solve.py lunarlander --goal 200 --nodes 1 2 4 8 --unroll-power -1 --name split
+    python scripts/time_to_solve.py lunarlander --goal 200 --nodes 2 4 --unroll-power -1 --name real --real
+
+`--real` has nodes of processes and sockets on this machine instead, whose environments sleep; figures mean
+something while the machine is less than about half busy (`busy`).
+
+Rows are added to OUT/runs.csv as they come; what is there isn't run again. `--table-only` reads them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from p2pdrl.config.loader import resolve
+from p2pdrl.config.mode import protocol_of
+from p2pdrl.config.task import TaskConfig
+from p2pdrl.planner.description import LAN, LOOPBACK, WAN
+from support.plots import COLOURS, pyplot, save
+from support.rows import Rows, command_line, commit
+from support.virtual_training import Costs, VirtualTraining, measured_costs
+
+__all__ = ["Setting", "run_virtual", "table"]
+
+FIELDS = (
+    *("name", "kind", "preset", "strategy", "seed", "nodes", "goal", "pace_ms", "link", "unroll", "rate"),
+    *("solved", "seconds", "samples", "node_steps", "gradients", "mb", "waited", "best", "wall_s", "busy"),
+    *("gradient_ms", "row_us", "commit", "command", "curve"),
+)
+LINKS = {"loopback": LOOPBACK, "lan": LAN, "wan": WAN}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to train a task on any number of nodes.
+
+    Attributes:
+        name: for people.
+        preset: what is trained.
+        sets: ``KEY=VALUE`` over it.
+        goal: evaluated return.
+        unroll_power: a node's unrolls are N to that power times as long.
+        rate_power: its learning rate is N to that power times as high.
+        pace_s: seconds of an environment step.
+        link: of `LINKS`.
+        costs: of gradients, on the machines; its environment step is ``pace_s``.
+    """
+
+    name: str
+    preset: str
+    sets: tuple[str, ...]
+    goal: float
+    unroll_power: float
+    rate_power: float
+    pace_s: float
+    link: str
+    costs: Costs
+
+    def sets_of(self, nodes: int, seed: int) -> list[str]:
+        """What is set for so many nodes."""
+        algorithm = resolve(files=[self.preset], sets=list(self.sets)).config.task.algorithm
+        sets = [*self.sets, f"task.seed={seed}", "task.stop.mean_return=none"]
+        if self.unroll_power:
+            unroll = max(1, round(algorithm.unroll_steps * nodes**self.unroll_power))
+            sets.append(f"task.algorithm.unroll_steps={unroll}")
+        if self.rate_power:
+            sets.append(
+                f"task.algorithm.learning_rate={algorithm.learning_rate * nodes**self.rate_power:.3g}"
+            )
+        return sets
+
+    def task(self, nodes: int, seed: int) -> TaskConfig:
+        """The task of so many nodes.
+
+        Raises:
+            ConfigError: it can't be.
+        """
+        return resolve(files=[self.preset], sets=self.sets_of(nodes, seed)).config.task
+
+    def row(self, nodes: int, seed: int) -> dict[str, Any]:
+        """What is known before it is run."""
+        task = self.task(nodes, seed)
+        return {
+            "name": self.name,
+            "preset": self.preset,
+            "strategy": protocol_of(task.strategy),
+            "seed": seed,
+            "nodes": nodes,
+            "goal": self.goal,
+            "pace_ms": 1000 * self.pace_s,
+            "link": self.link,
+            "unroll": getattr(task.algorithm, "unroll_steps", ""),
+            "rate": f"{task.algorithm.learning_rate:.3g}",
+            "gradient_ms": f"{1000 * self.costs.gradient_s:.3g}",
+            "row_us": f"{1e6 * self.costs.row_s:.3g}",
+        }
+
+
+def run_virtual(setting: Setting, nodes: int, seed: int) -> dict[str, Any]:
+    """Train one swarm in virtual time; return its row without commit and command."""
+    import torch
+
+    torch.set_num_threads(1)
+    began_s = time.perf_counter()
+    task = setting.task(nodes, seed)
+    costs = replace_pace(setting.costs, setting.pace_s)
+    swarm = VirtualTraining(task, nodes, costs, LINKS[setting.link], seed=seed)
+    solved = swarm.run(setting.goal)
+    last = swarm.judged[-1] if swarm.judged else None
+    seconds = last.seconds if last else 0.0
+    waited_s = statistics.mean(learner.waited_s for learner in swarm.learners)
+    curve = [(round(one.seconds, 1), one.env_steps, round(one.value, 1)) for one in swarm.judged]
+    return setting.row(nodes, seed) | {
+        "kind": "virtual",
+        "solved": int(solved),
+        "seconds": round(seconds, 1),
+        "samples": last.env_steps if last else 0,
+        "node_steps": round(swarm.env_steps / nodes),
+        "gradients": round(statistics.mean(learner.gradients for learner in swarm.learners)),
+        "mb": round(swarm.bytes_per_node / 1e6, 2),
+        "waited": round(waited_s / max(seconds, 1e-9), 3),
+        "best": round(max((one.value for one in swarm.judged), default=float("nan")), 1),
+        "wall_s": round(time.perf_counter() - began_s, 1),
+        "busy": "",
+        "curve": json.dumps(curve),
+    }
+
+
+def replace_pace(costs: Costs, pace_s: float) -> Costs:
+    """The same gradients, with environments of that pace."""
+    return Costs(pace_s, costs.gradient_s, costs.row_s)
+
+
+def run_real(setting: Setting, nodes: int, seed: int, budget_s: float) -> dict[str, Any]:
+    """The same with nodes on loopback whose environments sleep."""
+    from compare_systems import SAMPLE_S, Course, Staleness, begin, look, reached
+    from support.local_swarm import LocalSwarm, Meter, processors_busy
+
+    began_s = time.perf_counter()
+    task = setting.task(nodes, seed)
+    sets = [
+        *setting.sets_of(nodes, seed),
+        f"node.learner.step_delay_s={setting.pace_s * task.env.num_envs:g}",
+    ]
+    command = ["--config", setting.preset, *(f"--set={one}" for one in sets)]
+    with LocalSwarm(nodes, command) as swarm:
+        begin(swarm)
+        processors_busy()
+        course, stale, meter = Course(), Staleness(), Meter(swarm)
+        while swarm.living and reached(course.points, setting.goal) is None:
+            time.sleep(SAMPLE_S)
+            look(swarm, meter, course, stale)
+            if course.samples[-1]["seconds"] >= budget_s:
+                break
+        busy = processors_busy()
+    points, place, last = course.points, reached(course.points, setting.goal), course.samples[-1]
+    seconds, samples = last["seconds"], last["swarm_env_steps"]
+    if place is not None:
+        seconds, samples = max(points[place - 1][0], points[place][0]), points[place][1]
+    return setting.row(nodes, seed) | {
+        "kind": "real",
+        "solved": int(place is not None),
+        "seconds": round(seconds, 1),
+        "samples": int(samples),
+        "node_steps": round(samples / nodes),
+        "gradients": "",
+        "mb": round(last["bytes"] / nodes / 1e6, 2),
+        "waited": "",
+        "best": round(max((mean for _, _, mean in points), default=float("nan")), 1),
+        "wall_s": round(time.perf_counter() - began_s, 1),
+        "busy": round(busy, 2),
+        "curve": json.dumps([(round(at_s, 1), steps, round(mean, 1)) for at_s, steps, mean in points]),
+    }
+
+
+def table(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Markdown: a line for each setting and number of nodes, its seeds together."""
+    head = ("setting", "nodes", "seeds solved", "seconds", "speed-up", "samples", "of one node's",
+            "gradients", "MB", "waited", "best of the unsolved")  # fmt: skip
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    groups = grouped(rows)
+    for (preset, goal), settings in groups.items():
+        alone = single(settings)
+        lines.append(f"| **{preset} to {goal}** {'| ' * (len(head) - 1)}|")
+        for name, by_nodes in settings.items():
+            for nodes, found in sorted(by_nodes.items()):
+                solved = [row for row in found if row["solved"] == "1"]
+                unsolved = [float(row["best"]) for row in found if row["solved"] != "1"]
+                middle_s, samples = middle(found, "seconds"), middle(found, "samples")
+                cells = (
+                    name,
+                    str(nodes),
+                    f"{len(solved)} of {len(found)}",
+                    spread(found, "seconds"),
+                    "" if alone is None or middle_s is None else f"{alone[0] / middle_s:.2f}",
+                    spread(found, "samples"),
+                    "" if alone is None or samples is None else f"{samples / alone[1]:.2f}",
+                    spread(found, "gradients"),
+                    spread(found, "mb", "{:.1f}"),
+                    spread(found, "waited", "{:.0%}"),
+                    ", ".join(f"{best:.0f}" for best in sorted(unsolved)),
+                )
+                lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def grouped(
+    rows: Sequence[Mapping[str, str]],
+) -> dict[tuple[str, str], dict[str, dict[int, list[Mapping[str, str]]]]]:
+    """Rows by preset and goal, setting, and number of nodes."""
+    groups: dict[tuple[str, str], dict[str, dict[int, list[Mapping[str, str]]]]] = {}
+    for row in rows:
+        setting = groups.setdefault((row["preset"], row["goal"]), {}).setdefault(row["name"], {})
+        setting.setdefault(int(row["nodes"]), []).append(row)
+    return groups
+
+
+def single(settings: Mapping[str, Mapping[int, Sequence[Mapping[str, str]]]]) -> tuple[float, float] | None:
+    """Median seconds and samples of one node, of the setting that is quickest alone; None without one."""
+    found = [(middle(by_nodes[1], "seconds"), middle(by_nodes[1], "samples"))
+             for by_nodes in settings.values() if 1 in by_nodes]  # fmt: skip
+    whole = [(seconds, samples) for seconds, samples in found if seconds is not None and samples is not None]
+    return min(whole, default=None)
+
+
+def middle(rows: Sequence[Mapping[str, str]], key: str) -> float | None:
+    """The median, in which seeds that weren't solved count as infinite; None where it is one of those."""
+    values = sorted(float(row[key]) if row["solved"] == "1" else float("inf") for row in rows)
+    value = statistics.median_high(values)
+    return None if value == float("inf") else value
+
+
+def spread(rows: Sequence[Mapping[str, str]], key: str, form: str = "{:,.0f}") -> str:
+    """Median and range of what the solved seeds have."""
+    values = [float(row[key]) for row in rows if row["solved"] == "1" and row[key] != ""]
+    if not values:
+        return ""
+    low, mid, high = (form.format(value) for value in (min(values), statistics.median(values), max(values)))
+    return mid if low == high else f"{mid} ({low} to {high})"
+
+
+def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
+    """Draw speed-up against nodes, a picture for each task: medians, and what the range of seeds gives."""
+    plt, groups = pyplot(), grouped(rows)
+    figure, axes = plt.subplots(
+        1, len(groups), figsize=(5.2 * len(groups), 4.2), squeeze=False, layout="constrained"
+    )
+    for axis, ((preset, goal), settings) in zip(axes[0], groups.items(), strict=True):
+        alone = single(settings)
+        if alone is None:
+            continue
+        most = max(nodes for by_nodes in settings.values() for nodes in by_nodes)
+        axis.plot([1, most], [1, most], color="gray", linestyle="--", linewidth=1, label="ideal")
+        for (name, by_nodes), colour in zip(settings.items(), COLOURS * len(settings), strict=False):
+            points = []
+            for nodes, found in sorted(by_nodes.items()):
+                solved = [float(row["seconds"]) for row in found if row["solved"] == "1"]
+                if (mid := middle(found, "seconds")) is not None:
+                    points.append((nodes, alone[0] / mid, alone[0] / max(solved), alone[0] / min(solved)))
+            heights = [point[1] for point in points]
+            below = [point[1] - point[2] for point in points]
+            above = [point[3] - point[1] for point in points]
+            axis.errorbar(
+                [point[0] for point in points], heights, yerr=[below, above], label=name, color=colour,
+                marker="o", markersize=4, capsize=3, linewidth=1.3,
+            )  # fmt: skip
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log", base=2)
+        ticks = [2**power for power in range(most.bit_length())]
+        for one in (axis.xaxis, axis.yaxis):
+            one.set_ticks(ticks, [str(tick) for tick in ticks])
+        axis.set_xlabel("nodes")
+        axis.set_ylabel("times as fast as one node")
+        axis.set_title(f"{preset} to {goal}")
+        axis.legend(fontsize=8)
+    save(figure, path)
+
+
+def main() -> int:
+    """Run what is missing; print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("preset", nargs="?", help="what is trained")
+    parser.add_argument("--goal", type=float, help="evaluated return")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[51, 52, 53, 54, 55])
+    parser.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--name", help="of this setting (default: its strategy)")
+    parser.add_argument("--unroll-power", type=float, default=0.0)
+    parser.add_argument("--rate-power", type=float, default=0.0)
+    parser.add_argument("--pace-ms", type=float, default=2.0, help="of one environment step")
+    parser.add_argument("--gradient-ms", type=float, nargs=2, metavar=("EACH", "PER_1000_ROWS"),
+                        help="what a gradient costs; measured here otherwise")  # fmt: skip
+    parser.add_argument("--link", choices=LINKS, default="lan")
+    parser.add_argument("--real", action="store_true", help="processes and sockets in real time")
+    parser.add_argument("--budget-s", type=float, default=900.0, help="of a real run")
+    parser.add_argument("--jobs", type=int, default=1, help="virtual swarms at once")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--table-only", action="store_true")
+    arguments = parser.parse_args()
+    if not arguments.table_only and (arguments.preset is None or arguments.goal is None):
+        parser.error("say which preset, and --goal")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    file = Rows(arguments.out / "runs.csv", FIELDS)
+    if not arguments.table_only:
+        measure(file, arguments)
+    rows = file.read()
+    lines = table(rows)
+    print("\n".join(lines))
+    (arguments.out / "table.md").write_text("\n".join(lines) + "\n")
+    if rows and importlib.util.find_spec("matplotlib") is not None:
+        draw(rows, arguments.out / "speedup.png")
+    return 0
+
+
+def measure(file: Rows, arguments: argparse.Namespace) -> None:
+    """Run each number of nodes and seed that isn't in the file yet."""
+    task = resolve(files=[arguments.preset], sets=arguments.sets).config.task
+    if arguments.gradient_ms is None:
+        costs = measured_costs(task)
+    else:
+        costs = Costs(0.0, arguments.gradient_ms[0] / 1000, arguments.gradient_ms[1] / 1e6)
+    setting = Setting(
+        arguments.name or protocol_of(task.strategy), arguments.preset, tuple(arguments.sets), arguments.goal,
+        arguments.unroll_power, arguments.rate_power, arguments.pace_ms / 1000, arguments.link, costs,
+    )  # fmt: skip
+    there = {(row["name"], row["preset"], float(row["goal"]), int(row["nodes"]), int(row["seed"]))
+             for row in file.read()}  # fmt: skip
+    due = [
+        (nodes, seed)
+        for seed in arguments.seeds
+        for nodes in arguments.nodes
+        if (setting.name, setting.preset, setting.goal, nodes, seed) not in there
+    ]
+    told = {"commit": commit(), "command": command_line()}
+    began_s = time.perf_counter()
+
+    def done(number: int, row: dict[str, Any]) -> None:
+        file.add(row | told)
+        outcome = "solved" if row["solved"] else f"not solved (best {row['best']})"
+        print(
+            f"{number}/{len(due)} after {time.perf_counter() - began_s:.0f} s: {setting.name}, "
+            f"{row['nodes']} nodes, seed {row['seed']}: {outcome} after {row['seconds']} s, "
+            f"{row['samples']:,} steps",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    if arguments.real:
+        for number, (nodes, seed) in enumerate(due, 1):
+            done(number, run_real(setting, nodes, seed, arguments.budget_s))
+        return
+    with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
+        waiting = [pool.submit(run_virtual, setting, nodes, seed) for nodes, seed in due]
+        for number, future in enumerate(as_completed(waiting), 1):
+            done(number, future.result())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

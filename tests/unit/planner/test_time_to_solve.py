@@ -1,0 +1,204 @@
+"""`scripts/time_to_solve.py`: virtual swarms of trainers, what they cost, and the table of their rows."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from p2pdrl.config.loader import resolve
+from p2pdrl.planner.description import LAN
+
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+SMALL = (
+    "task.env.num_envs=4",
+    "task.algorithm.unroll_steps=16",
+    "task.algorithm.minibatches=2",
+    "task.algorithm.epochs=2",
+    "task.stop.mean_return=none",
+    "task.stop.env_steps=2000",
+    "task.evaluation.every=1000",
+    "task.evaluation.episodes=4",
+)
+
+
+def from_scripts(monkeypatch, name):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module(name)
+
+
+@pytest.fixture
+def virtual(monkeypatch):
+    yield from_scripts(monkeypatch, "support.virtual_training")
+    forget()
+
+
+@pytest.fixture
+def script(monkeypatch):
+    yield from_scripts(monkeypatch, "time_to_solve")
+    forget()
+
+
+def forget():
+    for name in [one for one in sys.modules if one.partition(".")[0] in {"time_to_solve", "support"}]:
+        sys.modules.pop(name)
+
+
+def task_of(*sets):
+    return resolve(files=["cartpole"], sets=[*SMALL, *sets]).config.task
+
+
+def swarm_of(virtual, nodes, *sets, costs=None, **options):
+    costs = virtual.Costs(0.002, 0.001, 0.00001) if costs is None else costs
+    return virtual.VirtualTraining(task_of(*sets), nodes, costs, LAN, seed=7, **options)
+
+
+def test_time_is_what_steps_and_gradients_cost(virtual):
+    swarm = swarm_of(virtual, 1)
+    seen = []
+    learner = None
+
+    async def plan(running):
+        nonlocal learner
+        (learner,) = running.learners
+        while True:
+            await asyncio.sleep(0.01)
+            seen.append((asyncio.get_running_loop().time(), learner.updates, learner.env_steps))
+
+    assert not swarm.run(1000.0, plan=plan)
+    assert learner.gradients - 4 * learner.updates in (0, 4)  # an update may be under way
+    # each pass over an update's steps has every one of them in one of its two minibatches
+    per_step_s = 0.002 + 2 * 0.00001
+    first = next(seconds for seconds, updates, _ in seen if updates == 10)
+    steps = next(steps for _, updates, steps in seen if updates == 10)
+    assert first == pytest.approx(steps * per_step_s + 10 * 4 * 0.001, abs=0.02)
+    assert [one.env_steps // 1000 for one in swarm.judged] == [1, 2]
+
+
+@pytest.mark.parametrize("strategy", ["adpsgd", "grad_average", "server_async"])
+def test_a_seed_gives_one_course(virtual, strategy):
+    courses = []
+    for _ in range(2):
+        swarm = swarm_of(virtual, 3, f"task.strategy.name={strategy}")
+        swarm.run(1000.0)
+        courses.append((swarm.judged, [learner.updates for learner in swarm.learners], swarm.bytes_per_node))
+    assert courses[0] == courses[1]
+    assert courses[0][2] > 0
+
+
+def test_nodes_see_worlds_of_their_own_and_begin_with_one_policy(virtual):
+    swarm = swarm_of(virtual, 3, "task.strategy.name=local")
+    starts = []
+
+    async def plan(running):
+        starts.extend(learner.now() for learner in running.learners)
+
+    swarm.run(1000.0, plan=plan)
+    assert all((one == starts[0]).all() for one in starts)
+    ends = [learner.x for learner in swarm.learners]
+    assert not np.allclose(ends[0], ends[1])
+
+
+def test_averaged_gradients_keep_replicas_equal(virtual):
+    swarm = swarm_of(virtual, 3, "task.strategy.name=grad_average", "task.stop.env_steps=6000")
+    apart = []
+
+    async def plan(running):
+        await asyncio.sleep(2.0)  # a group is agreed on by then
+        while True:
+            await asyncio.sleep(0.07)
+            vectors = [learner.now() for learner in running.learners]
+            apart.append(max(np.abs(vectors[0] - other).max() for other in vectors[1:]))
+
+    swarm.run(1000.0, plan=plan)
+    assert len(apart) > 20
+    assert np.median(apart) < 1e-6  # now and then one is caught between two gradients
+
+
+def test_a_slow_node_makes_fewer_updates_and_holds_nobody_up_under_gossip(virtual):
+    even, uneven = (
+        swarm_of(virtual, 3, "task.stop.env_steps=3000", factors=factors)
+        for factors in ((), (1.0, 1.0, 10.0))
+    )
+    even.run(1000.0)
+    uneven.run(1000.0)
+    quick, *_, slow = [learner.updates for learner in uneven.learners]
+    assert quick > 8 * slow
+    rate = quick / uneven.judged[-1].seconds
+    assert rate == pytest.approx(even.learners[0].updates / even.judged[-1].seconds, rel=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["adpsgd", "grad_average"])
+def test_nodes_come_and_go(virtual, strategy):
+    swarm = swarm_of(virtual, 2, f"task.strategy.name={strategy}", "task.stop.env_steps=4000")
+    joined, left = [], []
+
+    async def plan(running):
+        await asyncio.sleep(1.0)
+        donor = running.learners[0].now()
+        await running.join()
+        joined.append(np.abs(running.learners[2].now() - donor).max())
+        await asyncio.sleep(1.0)
+        await running.kill(1)
+        left.append(running.learners[1].updates)
+
+    swarm.run(1000.0, plan=plan)
+    assert joined[0] < 0.1
+    updates = [learner.updates for learner in swarm.learners]
+    assert updates[1] == left[0]
+    assert min(updates[0], updates[2]) > left[0] + 5
+
+
+def test_a_goal_ends_it_and_is_told(virtual):
+    told = []
+    swarm = swarm_of(virtual, 1, "task.stop.env_steps=100000", say=told.append)
+    assert swarm.run(5.0)
+    assert told == swarm.judged
+    assert len(told) == 2
+
+
+def test_costs_are_measured(virtual):
+    costs = virtual.measured_costs(task_of())
+    assert costs.env_step_s == 0
+    assert costs.gradient_s + 32 * costs.row_s > 0
+    assert min(costs.gradient_s, costs.row_s) >= 0
+
+
+def test_a_setting_follows_the_number_of_nodes(script):
+    setting = script.Setting(
+        "split", "cartpole", (), 475.0, -1.0, 0.5, 0.002, "lan", script.Costs()
+    )  # fmt: skip
+    tasks = {nodes: setting.task(nodes, 3) for nodes in (1, 4)}
+    assert {nodes: task.algorithm.unroll_steps for nodes, task in tasks.items()} == {1: 128, 4: 32}
+    assert tasks[4].algorithm.learning_rate == pytest.approx(2 * tasks[1].algorithm.learning_rate)
+    assert tasks[4].seed == 3
+    assert setting.row(4, 3)["unroll"] == 32
+
+
+def row(name, nodes, seed, seconds, samples, *, solved=True, best=500.0):
+    values = {"name": name, "preset": "cartpole", "goal": "475.0", "nodes": nodes, "seed": seed,
+              "solved": int(solved), "seconds": seconds, "samples": samples, "gradients": 10, "mb": 1.5,
+              "waited": 0.02, "best": best}  # fmt: skip
+    return {key: str(value) for key, value in values.items()}
+
+
+def test_the_table_compares_with_the_quickest_single_node(script):
+    rows = [
+        *(row("constant", 1, seed, 100 + seed, 50_000 + 1000 * seed) for seed in (1, 2, 3)),
+        *(row("other", 1, seed, 90 + seed, 45_000) for seed in (1, 2, 3)),
+        *(row("constant", 2, seed, 46, 46_000) for seed in (1, 2)),
+        row("constant", 2, 3, 300, 300_000, solved=False, best=310.0),
+        row("constant", 4, 1, 300, 300_000, solved=False, best=200.0),
+    ]
+    lines = script.table(rows)
+    two = next(line for line in lines if line.startswith("| constant | 2 |"))
+    assert two == (
+        "| constant | 2 | 2 of 3 | 46 | 2.00 | 46,000 | 1.02 | 10 | 1.5 | 2% | 310 |"
+    )  # fmt: skip
+    four = next(line for line in lines if line.startswith("| constant | 4 |"))
+    assert four == "| constant | 4 | 0 of 1 |  |  |  |  |  |  |  | 200 |"
+    assert len({line.count("|") for line in lines}) == 1
