@@ -135,7 +135,8 @@ def test_when_all_that_learn_are_gone_a_node_that_acts_goes_on(swarm, wait_until
 def test_a_task_is_solved_though_one_that_acts_and_then_the_learner_are_lost(swarm, wait_until, no_orphans):
     """A node that acts joins, one is killed, then the node that learns: another learns on to the goal."""
     options = ("--set", "task.stop.env_steps=3000000", "--set", "task.stop.mean_return=475")
-    learner, (first, second) = start(swarm, *options, "--set", "task.evaluation.every=20000")
+    # it takes two evaluations to be done, and by the second the learner has long been killed
+    learner, (first, second) = start(swarm, *options, "--set", "task.evaluation.every=300000")
     wait_until(lambda: come(learner, "a", "b"), START_S, "unrolls of both nodes come")
     third = swarm.start("c", "--roles", "actor", "--actors", "1", *STATE_EACH_SECOND, peers=learner)
     wait_until(lambda: come(learner, "c"), START_S, "a newcomer acts")
@@ -245,13 +246,15 @@ def test_roles_change_while_the_others_go_on(swarm, wait_until, no_orphans):
     learner, (first, second) = start(
         swarm, "--set", "task.stop.env_steps=100000000", "--set", "task.env.normalize_observations=true"
     )
-    wait_until(lambda: come(learner, "a", "b"), START_S, "unrolls of both nodes come")
+    third = swarm.start("c", "--roles", "actor", "--actors", "1", peers=learner)
+    wait_until(lambda: come(learner, "a", "b", "c"), START_S, "unrolls of all come")
     wait_until(lambda: learner.status()["updates"] > 50, START_S, "it learns")
     version, steps = learner.status()["policy_version"], learner.status()["swarm_env_steps"]
-    pids = [node.status()["pid"] for node in (learner, first, second)]
+    pids = [node.status()["pid"] for node in (learner, first, second, third)]
 
     told = set_roles(first, "learner")
     assert (told.returncode, told.stdout) == (0, "the node is learner\n"), told.stderr
+    # of two learners each has one of the two nodes that still act
     wait_until(lambda: first.status()["updates"] > 5, START_S, "it learns, too")
     assert first.status()["policy_version"] >= version, "from the newest state"
     assert set_roles(learner, "actor").returncode == 0
@@ -260,8 +263,9 @@ def test_roles_change_while_the_others_go_on(swarm, wait_until, no_orphans):
         "learner": ["actor"],
         "a": ["learner"],
         "b": ["actor"],
+        "c": ["actor"],
     }
-    wait_until(lambda: set(received(first)) == {"learner", "b"}, START_S, "both work for it")
+    wait_until(lambda: set(received(first)) == {"learner", "b", "c"}, START_S, "all work for it")
     updates = first.status()["updates"]
     wait_until(lambda: first.status()["updates"] > updates + 20, START_S, "updates go on")
     assert first.status()["swarm_env_steps"] >= steps, "nothing that was counted is lost"
@@ -270,8 +274,8 @@ def test_roles_change_while_the_others_go_on(swarm, wait_until, no_orphans):
     assert "nobody else learns" in refused.stderr
     assert set_roles(first, "learner", "actor").returncode == 0
     wait_until(lambda: len(first.status()["actors"]) == 2, START_S, "it acts beside learning")
-    assert [node.status()["pid"] for node in (learner, first, second)] == pids
-    for node in (second, learner, first):
+    assert [node.status()["pid"] for node in (learner, first, second, third)] == pids
+    for node in (second, third, learner, first):
         node.signal(signal.SIGTERM)
         assert node.wait(30) == 0
         assert "Traceback" not in node.text()
