@@ -105,36 +105,39 @@ def _gradient_cost(task: TaskConfig, updates: int) -> tuple[float, float]:
     """Rows of a minibatch, and processor seconds of its gradient and step, of medians."""
     trainer = build_trainer(task, seed=1, device="cpu")
     rows: list[int] = []
+    collected_s: list[float] = []
     spent_s: list[float] = []
-    collect = trainer.source.next
-    outside_s = 0.0
+    _tell(trainer, lambda _, seconds: collected_s.append(seconds), lambda batch: rows.append(batch.rows))
+    while len(spent_s) < updates:  # one that fills a replay memory makes no gradient
+        gradients = len(rows)
+        began_s = time.process_time()
+        trainer.step()
+        if made := len(rows) - gradients:
+            spent_s.append((time.process_time() - began_s - collected_s[-1]) / made)
+    trainer.close()
+    return statistics.median(rows), statistics.median(spent_s)
 
-    def collected() -> Any:
-        nonlocal outside_s
+
+def _tell(trainer: Trainer, collected: Callable[[Any, float], None], computed: Callable[[Any], None]) -> None:
+    """Tell of each batch, with the processor seconds of its collection, and of each gradient's minibatch."""
+    collect = trainer.source.next
+
+    def collects() -> Any:
         began_s = time.process_time()
         batch = collect()
-        outside_s += time.process_time() - began_s
+        collected(batch, time.process_time() - began_s)
         return batch
 
-    trainer.source.next = collected  # type: ignore[method-assign]
+    trainer.source.next = collects
     for loss in trainer.algorithm.losses:
         compute = loss.engine.gradients
 
-        def computed(batch: Any, objective: Any, compute: Any = compute) -> Any:
-            rows.append(batch.rows)
-            return compute(batch, objective)
+        def computes(batch: Any, objective: Any, compute: Any = compute) -> Any:
+            terms = compute(batch, objective)
+            computed(batch)
+            return terms
 
-        loss.engine.gradients = computed  # type: ignore[method-assign]
-    made = 0
-    while made < updates:  # one that fills a replay memory makes no gradient
-        before, outside_s = len(rows), 0.0
-        began_s = time.process_time()
-        trainer.step()
-        if len(rows) > before:
-            spent_s.append((time.process_time() - began_s - outside_s) / (len(rows) - before))
-            made += 1
-    trainer.close()
-    return statistics.median(rows), statistics.median(spent_s)
+        loss.engine.gradients = computes
 
 
 class _Ended(BaseException):
@@ -191,7 +194,7 @@ class TrainingLearner:
         self._ending = False
         self._error: BaseException | None = None
         self._news: list[Callable[[], None]] = []
-        self._meter()
+        _tell(trainer, self._collected, self._computed)
         self.learner_mode = learner_mode
         self.replica.take()
         self.replica.publish(always=True)
@@ -358,27 +361,12 @@ class TrainingLearner:
         self._pass("listen", seconds)
         self.board.flush()
 
-    def _meter(self) -> None:
-        """Count what batches and gradients cost."""
-        source, costs = self.trainer.source, self._costs
-        collect = source.next
+    def _collected(self, batch: Any, _: float) -> None:
+        self._spent_s += batch.env_steps * self._costs.env_step_s
 
-        def collected() -> Any:
-            batch = collect()
-            self._spent_s += batch.env_steps * costs.env_step_s
-            return batch
-
-        source.next = collected  # type: ignore[method-assign]
-        for loss in self.trainer.algorithm.losses:
-            compute = loss.engine.gradients
-
-            def computed(batch: Any, objective: Any, compute: Any = compute) -> Any:
-                terms = compute(batch, objective)
-                self.gradients += 1
-                self._spent_s += costs.gradient_s + costs.row_s * batch.rows
-                return terms
-
-            loss.engine.gradients = computed  # type: ignore[method-assign]
+    def _computed(self, batch: Any) -> None:
+        self.gradients += 1
+        self._spent_s += self._costs.gradient_s + self._costs.row_s * batch.rows
 
 
 class VirtualTraining:
