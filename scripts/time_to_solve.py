@@ -36,7 +36,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -72,9 +72,8 @@ class Setting:
         goal: evaluated return.
         unroll_power: a node's unrolls are N to that power times as long.
         rate_power: its learning rate is N to that power times as high.
-        pace_s: seconds of an environment step.
         link: of `LINKS`.
-        costs: of gradients, on the machines; its environment step is ``pace_s``.
+        costs: of environment steps and gradients.
     """
 
     name: str
@@ -83,7 +82,6 @@ class Setting:
     goal: float
     unroll_power: float
     rate_power: float
-    pace_s: float
     link: str
     costs: Costs
 
@@ -118,7 +116,7 @@ class Setting:
             "seed": seed,
             "nodes": nodes,
             "goal": self.goal,
-            "pace_ms": 1000 * self.pace_s,
+            "pace_ms": 1000 * self.costs.env_step_s,
             "link": self.link,
             "unroll": getattr(task.algorithm, "unroll_steps", ""),
             "rate": f"{task.algorithm.learning_rate:.3g}",
@@ -134,8 +132,7 @@ def run_virtual(setting: Setting, nodes: int, seed: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     began_s = time.perf_counter()
     task = setting.task(nodes, seed)
-    costs = replace_pace(setting.costs, setting.pace_s)
-    swarm = VirtualTraining(task, nodes, costs, LINKS[setting.link], seed=seed)
+    swarm = VirtualTraining(task, nodes, setting.costs, LINKS[setting.link], seed=seed)
     solved = swarm.run(setting.goal)
     last = swarm.judged[-1] if swarm.judged else None
     seconds = last.seconds if last else 0.0
@@ -157,11 +154,6 @@ def run_virtual(setting: Setting, nodes: int, seed: int) -> dict[str, Any]:
     }
 
 
-def replace_pace(costs: Costs, pace_s: float) -> Costs:
-    """The same gradients, with environments of that pace."""
-    return Costs(pace_s, costs.gradient_s, costs.row_s)
-
-
 def run_real(setting: Setting, nodes: int, seed: int, budget_s: float) -> dict[str, Any]:
     """The same with nodes on loopback whose environments sleep."""
     from compare_systems import SAMPLE_S, Course, Staleness, begin, look, reached
@@ -171,7 +163,7 @@ def run_real(setting: Setting, nodes: int, seed: int, budget_s: float) -> dict[s
     task = setting.task(nodes, seed)
     sets = [
         *setting.sets_of(nodes, seed),
-        f"node.learner.step_delay_s={setting.pace_s * task.env.num_envs:g}",
+        f"node.learner.step_delay_s={setting.costs.env_step_s * task.env.num_envs:g}",
     ]
     command = ["--config", setting.preset, *(f"--set={one}" for one in sets)]
     with LocalSwarm(nodes, command) as swarm:
@@ -346,13 +338,13 @@ def main() -> int:
 def measure(file: Rows, arguments: argparse.Namespace) -> None:
     """Run each number of nodes and seed that isn't in the file yet."""
     task = resolve(files=[arguments.preset], sets=arguments.sets).config.task
-    if arguments.gradient_ms is None:
-        costs = measured_costs(task)
-    else:
-        costs = Costs(0.0, arguments.gradient_ms[0] / 1000, arguments.gradient_ms[1] / 1e6)
+    costs = measured_costs(task) if arguments.gradient_ms is None else Costs(
+        gradient_s=arguments.gradient_ms[0] / 1000, row_s=arguments.gradient_ms[1] / 1e6
+    )  # fmt: skip
+    costs = replace(costs, env_step_s=arguments.pace_ms / 1000)
     setting = Setting(
         arguments.name or protocol_of(task.strategy), arguments.preset, tuple(arguments.sets), arguments.goal,
-        arguments.unroll_power, arguments.rate_power, arguments.pace_ms / 1000, arguments.link, costs,
+        arguments.unroll_power, arguments.rate_power, arguments.link, costs,
     )  # fmt: skip
     there = {(row["name"], row["preset"], float(row["goal"]), int(row["nodes"]), int(row["seed"]))
              for row in file.read()}  # fmt: skip

@@ -170,7 +170,7 @@ def test_costs_are_measured(virtual):
 
 def test_a_setting_follows_the_number_of_nodes(script):
     setting = script.Setting(
-        "split", "cartpole", (), 475.0, -1.0, 0.5, 0.002, "lan", script.Costs()
+        "split", "cartpole", (), 475.0, -1.0, 0.5, "lan", script.Costs()
     )  # fmt: skip
     tasks = {nodes: setting.task(nodes, 3) for nodes in (1, 4)}
     assert {nodes: task.algorithm.unroll_steps for nodes, task in tasks.items()} == {1: 128, 4: 32}
