@@ -13,18 +13,36 @@ saves of that time at best (`bound`: the shorter of backward pass and exchange),
 
     python scripts/bench_overlap.py
     python scripts/bench_overlap.py --mb-per-s 1250 --bytes 4
+
+``--measure`` does both for real instead of reckoning: processes that learn together through
+torch.distributed's gloo, each with one thread, over a loopback of their own (`unshare`) that the kernel holds
+to the links' rate (`tc tbf`; root's business, or that of a user namespace). Each update is made once per way,
+in turns: gradients in one all-reduce after the backward pass, and in buckets, each on its way as soon as its
+parameters' gradients are there. Printed: median seconds of an update, wall and processor, and the ratio of
+one message's wall seconds to theirs.
+
+    python scripts/bench_overlap.py --measure --nodes 2 --bytes 4
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime as dt
+import os
+import shlex
+import shutil
+import socket
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed
+from torch import Tensor
 
 from p2pdrl.config.loader import resolve
 from p2pdrl.rl.gradients import OwnStepper
@@ -39,6 +57,7 @@ CASES = (
     "pong task.algorithm.minibatches=32",
 )
 BUCKETS_MB = (25.0, 4.0, 1.0, 0.25)
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
 @dataclass(frozen=True)
@@ -141,6 +160,135 @@ def measure(case: str, updates: int, link: Link) -> str:
     )
 
 
+class SumStepper(OwnStepper):
+    """Steps with the mean of all ranks' gradients, which travel as ``dtype``.
+
+    Attributes:
+        bucket: bytes of float32 after which gradients leave; 0 for all at once after the backward pass.
+    """
+
+    def __init__(self, module: torch.nn.Module, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.bucket = 0
+        self._open: list[Tensor] = []
+        self._gathered = 0
+        self._on_their_way: list[tuple[torch.distributed.Work, Tensor, list[Tensor]]] = []
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
+
+    def _ready(self, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            return
+        self._open.append(parameter.grad)
+        self._gathered += 4 * parameter.numel()
+        if self.bucket and self._gathered >= self.bucket:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Begin to sum what is ready: one vector, as everywhere in the order in which it became so."""
+        if self._open:
+            flat = torch.cat([gradient.reshape(-1) for gradient in self._open]).to(self._dtype)
+            if (work := torch.distributed.all_reduce(flat, async_op=True)) is not None:
+                self._on_their_way.append((work, flat, self._open))
+        self._open, self._gathered = [], 0
+
+    def step(
+        self,
+        optimizer: Optimizer,
+        *,
+        learning_rate: float,
+        max_grad_norm: float,
+        samples: int,
+        left: int,
+    ) -> float:
+        """See `OwnStepper`."""
+        self._leave()
+        ranks = torch.distributed.get_world_size()
+        for work, flat, gradients in self._on_their_way:
+            work.wait()
+            parts = flat.float().div_(ranks).split([gradient.numel() for gradient in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+        self._on_their_way.clear()
+        return super().step(
+            optimizer, learning_rate=learning_rate, max_grad_norm=max_grad_norm, samples=samples, left=left
+        )
+
+
+def run_rank(arguments: argparse.Namespace) -> None:
+    """Train as one of ``nodes`` processes, every way in turn; the first prints the table's lines."""
+    case, rank, nodes = arguments.cases[0], arguments.rank, arguments.nodes
+    preset, *sets = case.split()
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{arguments.port}",
+        rank=rank,
+        world_size=nodes,
+        timeout=dt.timedelta(seconds=120),
+    )
+    trainer = build_trainer(resolve(files=[preset], sets=sets).config.task, 1, "cpu")
+    ways = (0.0, *BUCKETS_MB)
+    walls: dict[float, list[float]] = {way: [] for way in ways}
+    processors: dict[float, list[float]] = {way: [] for way in ways}
+    with contextlib.closing(trainer):
+        stepper = SumStepper(trainer.policy, DTYPES[arguments.bytes])
+        trainer.stepper = stepper
+        trainer.step()
+        for _ in range(arguments.updates):
+            for way in ways:
+                stepper.bucket = int(way * 1e6)
+                torch.distributed.barrier()
+                began_s, used_s = time.perf_counter(), time.process_time()
+                trainer.step()
+                torch.distributed.barrier()
+                walls[way].append(time.perf_counter() - began_s)
+                processors[way].append(time.process_time() - used_s)
+        size = len(trainer.flat)
+        digest = torch.from_numpy(trainer.flat.copy()).double().sum()
+    sums = [torch.zeros_like(digest) for _ in range(nodes)]
+    torch.distributed.all_gather(sums, digest)
+    if len({float(total) for total in sums}) > 1:
+        raise SystemExit(f"the ranks' parameters differ: {sums}")
+    if rank == 0:
+        for way in ways:
+            wall_s = statistics.median(walls[way])
+            print(
+                f"{case:50} {size:>10,} {'one message' if not way else f'{way:g} MB':>12} {wall_s:>8.3f} "
+                f"{statistics.median(processors[way]):>8.3f} {statistics.median(walls[0.0]) / wall_s:>6.3f}",
+                flush=True,
+            )
+    torch.distributed.destroy_process_group()
+
+
+def measure_together(arguments: argparse.Namespace) -> None:
+    """Have each case trained by ``nodes`` processes behind links of ``mb_per_s`` each."""
+    if shutil.which("unshare") is None or shutil.which("tc") is None:
+        raise SystemExit("this takes Linux with unshare (util-linux), ip and tc (iproute2)")
+    print(f"{'case':50} {'parameters':>10} {'way':>12} {'wall s':>8} {'CPU s':>8} {'ratio':>6}")
+    for case in arguments.cases:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        # All nodes' bytes pass the same loopback: it carries as many links as there are nodes.
+        kbit = round(8e3 * arguments.mb_per_s * arguments.nodes)
+        ranks = " & ".join(
+            shlex.join(
+                [
+                    *(sys.executable, __file__, "--measure", "--rank", str(rank), "--port", str(port)),
+                    *("--nodes", str(arguments.nodes), "--updates", str(arguments.updates)),
+                    *("--bytes", str(arguments.bytes), "--cases", case),
+                ]
+            )
+            for rank in range(arguments.nodes)
+        )
+        shape = f"tc qdisc add dev lo root tbf rate {kbit}kbit burst 512kb latency 100ms"
+        subprocess.run(
+            ["unshare", "--user", "--map-root-user", "--net", "sh", "-c",
+             f"ip link set lo mtu 1500 up && {shape} && ({ranks} & wait)"],
+            check=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -150,8 +298,17 @@ def main() -> None:
     parser.add_argument("--mb-per-s", type=float, default=125.0, help="of a link; 125 is 1 Gbit/s")
     parser.add_argument("--call-ms", type=float, default=2.0, help="of a message, whatever its size")
     parser.add_argument("--bytes", type=int, default=2, help="of an element on the way; 2 is bf16")
+    parser.add_argument("--measure", action="store_true", help="let processes do it, in place of reckoning")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.rank is not None:
+        run_rank(arguments)
+        return
+    if arguments.measure:
+        measure_together(arguments)
+        return
     link = Link(arguments.nodes, arguments.mb_per_s * 1e6, arguments.call_ms / 1e3, arguments.bytes)
     print(f"{'case':50} {'parameters':>10} {'rows':>6} {'grads':>5} {'backward':>9} {'exchange':>9} "
           f"{'share':>6} {'bound':>6} {'buckets':>7}")  # fmt: skip

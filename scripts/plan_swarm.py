@@ -5,13 +5,15 @@
     python scripts/plan_swarm.py --nodes 8 --link 20,40,0.001 --slow 1x10 --kills-per-minute 1 --plot plan.png
     python scripts/plan_swarm.py --file swarm.toml --strategy sgp --strategy param_average:every_updates=32
 
-A file has the keys of `p2pdrl.planner.description`: nodes, size, machines, links, pairs, churn, costs. All
-figures are per node: updates per second of healthy machines, those of them made with others' newest work,
-bytes sent per second with all overhead, the learner's share of time spent waiting, seconds until nodes that
-differ have agreed to 1 %, and rounds that come to nothing. With --real the strategies themselves run, in
-virtual time (up to 16 nodes, no churn; a millisecond or two for each update); without it, models of them.
-A pipeline isn't predicted here but by `p2pdrl pipeline plan`: it takes what the network's blocks cost, not
-only the swarm.
+A file has the keys of `p2pdrl.planner.description`: nodes, size, machines, links, update, pairs, churn and
+costs. `speed-up` is the fastest machine's time to a solved task over the swarm's (`p2pdrl.planner.solving`):
+learners that average share out each update (`task.scaling`), as far as it can be divided. All other figures
+are per node: updates per second of healthy machines, those of them made with others' newest work, bytes sent
+per second with all overhead, the learner's share of time spent waiting, seconds until nodes that differ have
+agreed to 1 %, rounds that were refused at once by a peer that was busy (nobody waits for those), and rounds
+that came to nothing otherwise. With --real the strategies themselves run, in virtual time (up to 16 nodes, no
+churn; a millisecond or two for each update); without it, models of them. A pipeline isn't predicted here but
+by `p2pdrl pipeline plan`: it takes what the network's blocks cost, not only the swarm.
 """
 
 from __future__ import annotations
@@ -25,17 +27,16 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from p2pdrl.config.strategy import StrategyConfig
+from p2pdrl.config.strategy import GradAverageConfig, StrategyConfig
 from p2pdrl.errors import P2PDRLError, UsageError
-from p2pdrl.planner.advice import TRUSTS, advise
-from p2pdrl.planner.description import Churn, SwarmDescription
+from p2pdrl.planner.advice import TRUSTS, advise, choose
+from p2pdrl.planner.description import MAX_NODES, Churn, SwarmDescription
 from p2pdrl.planner.emulate import emulate
-from p2pdrl.planner.forecast import Forecast
 from p2pdrl.planner.parsing import ALL_STRATEGIES, link_of, machines_of, strategy_of, swarm_of
-from p2pdrl.planner.simulate import predict
+from p2pdrl.planner.solving import Solving, divided, label_of, parts_of, speedup, time_to_solve
 from support.plots import bars, check_path, lines, pyplot, save
 
-BITS = ("updates/s", "fresh/s", "sent MB/s", "waiting", "agreed after", "rounds/s", "lost", "staleness")
+BITS = ("speed-up", "upd/s", "fresh/s", "MB/s", "waits", "agreed", "rounds/s", "refused", "lost", "stale")
 
 
 def described(arguments: argparse.Namespace) -> SwarmDescription:
@@ -55,6 +56,12 @@ def described(arguments: argparse.Namespace) -> SwarmDescription:
         "churn": msgspec.to_builtins(
             Churn(kills_per_minute=arguments.kills_per_minute, joins_per_minute=arguments.joins_per_minute)
         ),
+        "update": {
+            "rows": arguments.rows,
+            "parts": arguments.parts,
+            "fixed": arguments.fixed,
+            "critical_rows": arguments.critical_rows,
+        },
         "links": [msgspec.to_builtins(link_of(arguments.link))],
         "machines": msgspec.to_builtins(
             machines_of(arguments.nodes, arguments.update_s, arguments.slow, arguments.jitter)
@@ -63,40 +70,43 @@ def described(arguments: argparse.Namespace) -> SwarmDescription:
     return swarm_of(document)
 
 
-def row(one: Forecast) -> list[str]:
+def row(solving: Solving) -> list[str]:
     """One strategy's figures as text."""
+    one = solving.forecast
     agreed = f"{one.consensus_s:.2f} s" if one.consensus_s is not None else f"{one.left:.0%} left"
     return [
-        one.strategy,
+        solving.label,
+        f"{solving.speedup:.2f}",
         f"{one.healthy_updates_s:.2f}",
         f"{one.fresh_updates_s:.2f}",
         f"{one.wire_out_s / 1e6:.3f}",
         f"{one.waiting:.0%}",
-        {"local": "never", "strom": "begins equal"}.get(one.strategy, agreed),
+        {"local": "never", "strom": "from first"}.get(one.strategy, agreed),
         f"{one.rounds_s:.2f}",
-        f"{one.lost:.1%}",
+        f"{one.lost - one.failed:.1%}",
+        f"{one.failed:.1%}",
         f"{one.staleness:.1f}",
     ]
 
 
-def draw(forecasts: list[Forecast], swarm: SwarmDescription, path: Path) -> None:
-    """Draw speed, traffic, waiting and agreement."""
+def draw(solvings: list[Solving], swarm: SwarmDescription, path: Path) -> None:
+    """Draw speed-up, traffic, waiting and agreement."""
     plt = pyplot()
     figure, axes = plt.subplots(2, 2, figsize=(11, 8))
-    names = [one.strategy for one in forecasts]
-    updates = {
-        "all": [one.healthy_updates_s for one in forecasts],
-        "fresh": [one.fresh_updates_s for one in forecasts],
-    }
-    bars(axes[0][0], names, updates, "updates per second of a healthy node")
+    names, forecasts = [one.label for one in solvings], [one.forecast for one in solvings]
+    sooner = {"time alone / time together": [one.speedup for one in solvings]}
+    bars(axes[0][0], names, sooner, "the fastest machine's time to a solved task, over the swarm's")
     sent = {"sent": [one.wire_out_s / 1e6 for one in forecasts]}
     bars(axes[0][1], names, sent, "MB per second sent by a node, all overhead included")
     shares = {
         "learner waits": [100 * one.waiting for one in forecasts],
-        "rounds lost": [100 * one.lost for one in forecasts],
+        "rounds lost": [100 * one.failed for one in forecasts],
     }
     bars(axes[1][0], names, shares, "per cent")
-    curves = {one.strategy: [(max(s, 1e-3), p) for s, p in one.walk if p > 1e-3] for one in forecasts}
+    curves = {
+        solving.label: [(max(s, 1e-3), p) for s, p in solving.forecast.walk if p > 1e-3]
+        for solving in solvings
+    }
     curves = {name: walk for name, walk in curves.items() if len(walk) > 1}
     if curves:
         lines(
@@ -120,6 +130,19 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--size", type=int, default=10_000, help="parameters")
     parser.add_argument("--update-s", type=float, default=0.1, help="seconds of one update")
+    parser.add_argument("--rows", type=int, default=256, help="environment steps of a gradient")
+    parser.add_argument(
+        "--parts", type=int, default=16, help="learners that share out an update at most: unroll_steps / 8"
+    )
+    parser.add_argument(
+        "--fixed", type=float, default=0.1, help="share of --update-s that each part takes, however small"
+    )
+    parser.add_argument(
+        "--critical-rows",
+        type=float,
+        default=0.0,
+        help="of a gradient (McCandlish 2018), see `p2pdrl status`; half of --rows by default",
+    )
     parser.add_argument("--jitter", type=float, default=0.05, help="share by which updates differ")
     parser.add_argument("--link", default="lan", help="loopback, lan, wan or MBPS,DELAY_MS,LOSS")
     parser.add_argument(
@@ -135,12 +158,36 @@ def options() -> argparse.ArgumentParser:
         metavar="NAME[:KEY=VALUE,…]",
         help="a strategy or a preset, with options in place of its own; again for each; all by default",
     )
-    parser.add_argument("--seconds", type=float, default=60.0, help="of virtual time")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help="of virtual time; by default 60, longer for kills, shorter for many nodes",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--real", action="store_true", help="run the real strategies, not models of them")
     parser.add_argument("--plot", type=Path, help="draw to this .png, .svg or .pdf")
     parser.add_argument("--json", action="store_true")
     return parser
+
+
+def solve(
+    arguments: argparse.Namespace,
+    swarm: SwarmDescription,
+    strategy: StrategyConfig,
+    *,
+    real: bool | None = None,
+) -> Solving:
+    """Predict one strategy, by a model of it or by itself."""
+    if not (arguments.real if real is None else real):
+        return time_to_solve(swarm, strategy, seconds=arguments.seconds, seed=arguments.seed)
+    seconds = arguments.seconds or 60.0
+    forecast = emulate(divided(swarm, strategy), strategy, seconds=seconds, seed=arguments.seed)
+    return Solving(
+        label=label_of(strategy),
+        speedup=speedup(swarm, strategy, forecast),
+        parts=parts_of(swarm, strategy),
+        forecast=forecast,
+    )
 
 
 def plan(arguments: argparse.Namespace) -> None:
@@ -153,29 +200,33 @@ def plan(arguments: argparse.Namespace) -> None:
         check_path(arguments.plot)
         pyplot()
     swarm = described(arguments)
-    if not 0 < arguments.seconds <= 1e5:
+    if arguments.seconds is not None and not 0 < arguments.seconds <= 1e5:
         raise UsageError("--seconds must be above 0, and at most 100000")
-    strategies: list[StrategyConfig] = [strategy_of(text) for text in arguments.strategy] or list(
-        ALL_STRATEGIES
-    )
-    run = emulate if arguments.real else predict
-    forecasts = [run(swarm, one, seconds=arguments.seconds, seed=arguments.seed) for one in strategies]
-    advice = advise(swarm, forecasts, arguments.trust)
+    strategies = [strategy_of(text) for text in arguments.strategy] or [
+        *ALL_STRATEGIES,
+        *(() if arguments.real else (GradAverageConfig(backend="torch"),)),
+    ]
+    solvings = [solve(arguments, swarm, one) for one in strategies]
+    chosen, doubled = choose(swarm, solvings, arguments.trust), None
+    if chosen is not None and 2 * swarm.nodes <= MAX_NODES:
+        twice = msgspec.structs.replace(swarm, nodes=2 * swarm.nodes)
+        doubled = solve(arguments, twice, strategies[solvings.index(chosen)], real=False)
+    advice = advise(swarm, solvings, arguments.trust, doubled)
     if arguments.json:
-        print(msgspec.json.encode({"swarm": swarm, "forecasts": forecasts, "advice": advice}).decode())
+        print(msgspec.json.encode({"swarm": swarm, "strategies": solvings, "advice": advice}).decode())
     else:
         table = Table(title=f"{swarm.nodes} nodes, {swarm.size:,} parameters; per node", title_justify="left")
-        table.add_column("strategy")
+        table.add_column("strategy", no_wrap=True)
         for name in BITS:
             table.add_column(name, justify="right")
-        for one in forecasts:
+        for one in solvings:
             table.add_row(*row(one))
         console = Console(width=None if sys.stdout.isatty() else 110)
         console.print(table)
         for sentence in advice:
             console.print(sentence, highlight=False)
     if arguments.plot is not None:
-        draw(forecasts, swarm, arguments.plot)
+        draw(solvings, swarm, arguments.plot)
 
 
 def main() -> None:

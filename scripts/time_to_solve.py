@@ -12,12 +12,14 @@ is said), an environment step `--pace-ms`, a way over a link what `--link` says.
     gradients        of a node
     MB               sent by a node
 
-How a node's batch and learning rate follow N: its unrolls are N^`--unroll-power` times as long, its learning
-rate is N^`--rate-power` times the preset's. What else differs between settings is said by `--set`, and a
-name for a setting by `--name`.
+What changes with N is the task's own business (`task.scaling`); what else differs between settings is said by
+`--set`, and a name for a setting by `--name`. `--slow 1x10` has one of the nodes ten times slower; `--members
+60:8 120:2` has four more nodes join a swarm of four after a minute, and six of eight killed after two.
 
-    python scripts/time_to_solve.py lunarlander --goal 200 --nodes 1 2 4 8 --unroll-power -1 --name split
-    python scripts/time_to_solve.py lunarlander --goal 200 --nodes 2 4 --unroll-power -1 --name real --real
+    python scripts/time_to_solve.py lunarlander --goal 200
+    python scripts/time_to_solve.py lunarlander --goal 200 --set task.scaling=none --name "as one alone"
+    python scripts/time_to_solve.py lunarlander --goal 200 --nodes 4 --members 60:8 120:2 --name elastic
+    python scripts/time_to_solve.py lunarlander --goal 200 --nodes 2 4 --name real --real
 
 `--real` has nodes of processes and sockets on this machine instead, whose environments sleep; figures mean
 something while the machine is less than about half busy (`busy`).
@@ -28,6 +30,7 @@ Rows are added to OUT/runs.csv as they come; what is there isn't run again. `--t
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib.util
 import json
 import os
@@ -47,6 +50,7 @@ from p2pdrl.config.loader import resolve
 from p2pdrl.config.mode import protocol_of
 from p2pdrl.config.task import TaskConfig
 from p2pdrl.planner.description import LAN, LOOPBACK, WAN
+from p2pdrl.planner.parsing import machines_of
 from support.plots import COLOURS, pyplot, save
 from support.rows import Rows, command_line, commit
 from support.virtual_training import Costs, VirtualTraining, measured_costs
@@ -54,7 +58,20 @@ from support.virtual_training import Costs, VirtualTraining, measured_costs
 __all__ = ["Setting", "run_virtual", "table"]
 
 FIELDS = (
-    *("name", "kind", "preset", "strategy", "seed", "nodes", "goal", "pace_ms", "link", "unroll", "rate"),
+    *(
+        "name",
+        "kind",
+        "preset",
+        "strategy",
+        "seed",
+        "nodes",
+        "goal",
+        "pace_ms",
+        "link",
+        "scaling",
+        "slow",
+        "members",
+    ),
     *("solved", "seconds", "samples", "node_steps", "gradients", "mb", "waited", "best", "wall_s", "busy"),
     *("gradient_ms", "row_us", "commit", "command", "curve"),
 )
@@ -70,45 +87,54 @@ class Setting:
         preset: what is trained.
         sets: ``KEY=VALUE`` over it.
         goal: evaluated return.
-        unroll_power: a node's unrolls are N to that power times as long.
-        rate_power: its learning rate is N to that power times as high.
         link: of `LINKS`.
         costs: of environment steps and gradients.
+        slow: ``COUNTxFACTOR``: that many of the nodes are that many times slower.
+        members: (seconds, nodes): how many are alive from then on.
     """
 
     name: str
     preset: str
     sets: tuple[str, ...]
     goal: float
-    unroll_power: float
-    rate_power: float
     link: str
     costs: Costs
+    slow: tuple[str, ...] = ()
+    members: tuple[tuple[float, int], ...] = ()
 
-    def sets_of(self, nodes: int, seed: int) -> list[str]:
-        """What is set for so many nodes."""
-        algorithm = resolve(files=[self.preset], sets=list(self.sets)).config.task.algorithm
-        sets = [*self.sets, f"task.seed={seed}", "task.stop.mean_return=none"]
-        if self.unroll_power:
-            unroll = max(1, round(algorithm.unroll_steps * nodes**self.unroll_power))
-            sets.append(f"task.algorithm.unroll_steps={unroll}")
-        if self.rate_power:
-            sets.append(
-                f"task.algorithm.learning_rate={algorithm.learning_rate * nodes**self.rate_power:.3g}"
-            )
-        return sets
+    def sets_of(self, seed: int) -> list[str]:
+        """What is set over the preset."""
+        return [*self.sets, f"task.seed={seed}", "task.stop.mean_return=none"]
 
-    def task(self, nodes: int, seed: int) -> TaskConfig:
-        """The task of so many nodes.
+    def task(self, seed: int) -> TaskConfig:
+        """What is trained.
 
         Raises:
             ConfigError: it can't be.
         """
-        return resolve(files=[self.preset], sets=self.sets_of(nodes, seed)).config.task
+        return resolve(files=[self.preset], sets=self.sets_of(seed)).config.task
+
+    def factors(self, nodes: int) -> tuple[float, ...]:
+        """How many times slower than the costs say each node is.
+
+        Raises:
+            UsageError: there are more slow nodes than nodes.
+        """
+        return tuple(machine.factor for machine in machines_of(nodes, 1.0, self.slow))
+
+    async def plan(self, swarm: VirtualTraining) -> None:
+        """Have nodes come, and kill others, as ``members`` says."""
+        loop = asyncio.get_running_loop()
+        for at_s, nodes in self.members:
+            await asyncio.sleep(at_s - loop.time())
+            while len(swarm.living) < nodes:
+                await swarm.join()
+            for number in swarm.living[nodes:]:
+                await swarm.kill(number)
 
     def row(self, nodes: int, seed: int) -> dict[str, Any]:
         """What is known before it is run."""
-        task = self.task(nodes, seed)
+        task = self.task(seed)
         return {
             "name": self.name,
             "preset": self.preset,
@@ -118,8 +144,9 @@ class Setting:
             "goal": self.goal,
             "pace_ms": 1000 * self.costs.env_step_s,
             "link": self.link,
-            "unroll": getattr(task.algorithm, "unroll_steps", ""),
-            "rate": f"{task.algorithm.learning_rate:.3g}",
+            "scaling": task.scaling,
+            "slow": " ".join(self.slow),
+            "members": " ".join(f"{at_s:g}:{count}" for at_s, count in self.members),
             "gradient_ms": f"{1000 * self.costs.gradient_s:.3g}",
             "row_us": f"{1e6 * self.costs.row_s:.3g}",
         }
@@ -131,9 +158,11 @@ def run_virtual(setting: Setting, nodes: int, seed: int) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     began_s = time.perf_counter()
-    task = setting.task(nodes, seed)
-    swarm = VirtualTraining(task, nodes, setting.costs, LINKS[setting.link], seed=seed)
-    solved = swarm.run(setting.goal)
+    task = setting.task(seed)
+    swarm = VirtualTraining(
+        task, nodes, setting.costs, LINKS[setting.link], seed=seed, factors=setting.factors(nodes)
+    )
+    solved = swarm.run(setting.goal, plan=setting.plan)
     last = swarm.judged[-1] if swarm.judged else None
     seconds = last.seconds if last else 0.0
     waited_s = statistics.mean(learner.waited_s for learner in swarm.learners)
@@ -160,9 +189,9 @@ def run_real(setting: Setting, nodes: int, seed: int, budget_s: float) -> dict[s
     from support.local_swarm import LocalSwarm, Meter, processors_busy
 
     began_s = time.perf_counter()
-    task = setting.task(nodes, seed)
+    task = setting.task(seed)
     sets = [
-        *setting.sets_of(nodes, seed),
+        *setting.sets_of(seed),
         f"node.learner.step_delay_s={setting.costs.env_step_s * task.env.num_envs:g}",
     ]
     command = ["--config", setting.preset, *(f"--set={one}" for one in sets)]
@@ -299,6 +328,12 @@ def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
     save(figure, path)
 
 
+def moment(text: str) -> tuple[float, int]:
+    """Read ``SECONDS:NODES``."""
+    seconds, _, nodes = text.partition(":")
+    return float(seconds), int(nodes)
+
+
 def main() -> int:
     """Run what is missing; print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -308,8 +343,11 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[51, 52, 53, 54, 55])
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--name", help="of this setting (default: its strategy)")
-    parser.add_argument("--unroll-power", type=float, default=0.0)
-    parser.add_argument("--rate-power", type=float, default=0.0)
+    parser.add_argument(
+        "--slow", action="append", default=[], metavar="COUNTxFACTOR", help="slow nodes, as 1x10"
+    )
+    parser.add_argument("--members", type=moment, nargs="+", default=[], metavar="SECONDS:NODES",
+                        help="how many nodes are alive from then on")  # fmt: skip
     parser.add_argument("--pace-ms", type=float, default=2.0, help="of one environment step")
     parser.add_argument("--gradient-ms", type=float, nargs=2, metavar=("EACH", "PER_1000_ROWS"),
                         help="what a gradient costs; measured here otherwise")  # fmt: skip
@@ -322,6 +360,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if not arguments.table_only and (arguments.preset is None or arguments.goal is None):
         parser.error("say which preset, and --goal")
+    if arguments.real and (arguments.slow or arguments.members):
+        parser.error("--slow and --members are about virtual swarms")
     arguments.out.mkdir(parents=True, exist_ok=True)
     file = Rows(arguments.out / "runs.csv", FIELDS)
     if not arguments.table_only:
@@ -344,7 +384,7 @@ def measure(file: Rows, arguments: argparse.Namespace) -> None:
     costs = replace(costs, env_step_s=arguments.pace_ms / 1000)
     setting = Setting(
         arguments.name or protocol_of(task.strategy), arguments.preset, tuple(arguments.sets), arguments.goal,
-        arguments.unroll_power, arguments.rate_power, arguments.link, costs,
+        arguments.link, costs, tuple(arguments.slow), tuple(arguments.members),
     )  # fmt: skip
     there = {(row["name"], row["preset"], float(row["goal"]), int(row["nodes"]), int(row["seed"]))
              for row in file.read()}  # fmt: skip

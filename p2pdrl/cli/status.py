@@ -149,6 +149,7 @@ _NOTHING: dict[str, tuple[object, ...]] = {
     "pipeline": (None,),
     "actors": (None, []),
     "experience": (None, {}),
+    "speedup": (None, {}),
 }
 """What of a status isn't worth a line."""
 
@@ -211,6 +212,16 @@ def _serves(s: _Shown) -> str:
     if s.get("role") == "standby":
         return "stands by"
     return "computes for the first rank of its pipeline" if s.get("stage") else ""
+
+
+def _speedup(s: _Shown) -> str:
+    """``3.4 × the fastest of 4 nodes; gradients have 256 rows, beyond 1,300 more bring little``."""
+    words = f"{formats.fixed(s.get('speedup.times'))} × the fastest of {s.number('speedup.nodes')} nodes"
+    critical = s.get("speedup.critical_rows")
+    if critical is None:
+        return words
+    bound = f"beyond {formats.grouped(critical)} more bring little"
+    return f"{words}; gradients have {s.number('speedup.rows')} rows, {bound}"
 
 
 def _return(s: _Shown) -> str:
@@ -338,6 +349,7 @@ _FACTS: dict[str, Callable[[_Shown], str]] = {
     "mode": _mode,
     "pipeline": _pipeline,
     "swarm": _swarm,
+    "speedup": _speedup,
     "members": lambda s: s.counts("members") or formats.NONE,
     "return": _return,
     "evaluation": _evaluation,

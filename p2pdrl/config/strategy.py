@@ -92,6 +92,15 @@ class StrategyOptions(Travelling, frozen=True, forbid_unknown_fields=True, kw_on
         """How learners work under it: by themselves, unless it says otherwise."""
         return FREE
 
+    @property
+    def averages(self) -> Literal["nothing", "parameters", "gradients"]:
+        """What learners come to the mean of: then the data of an update may be divided among them.
+
+        Not where each one's steps are applied in full (sums, servers that don't wait), nor where all of them
+        together are one learner.
+        """
+        return "nothing"
+
     def rules(self) -> Iterator[Problem]:
         """Yield what these options, each right alone, can't do together: why, and what to set instead.
 
@@ -257,6 +266,11 @@ class Averaged(Grouped, frozen=True, forbid_unknown_fields=True, kw_only=True):
         """It waits for each round."""
         return LearnerMode("parameters", every=self.every_updates)
 
+    @property
+    def averages(self) -> Literal["nothing", "parameters", "gradients"]:
+        """See `StrategyOptions`."""
+        return "parameters"
+
     def rules(self) -> Iterator[Problem]:
         """Refuse outer steps that lead nowhere."""
         if self.outer_learning_rate == 0:
@@ -418,6 +432,11 @@ class AdpsgdConfig(
         """It runs freely, or offers each gradient for a while."""
         return LearnerMode("gradients", ahead=2) if self.exchanges == "gradients" else FREE
 
+    @property
+    def averages(self) -> Literal["nothing", "parameters", "gradients"]:
+        """See `StrategyOptions`."""
+        return self.exchanges
+
     def rules(self) -> Iterator[Problem]:
         """Refuse what two vectors can't do."""
         yield from _lossy_parameters(self)
@@ -465,6 +484,11 @@ class DsgdConfig(
             return LearnerMode("gradients")
         return LearnerMode("parameters", every=self.every_updates)
 
+    @property
+    def averages(self) -> Literal["nothing", "parameters", "gradients"]:
+        """See `StrategyOptions`."""
+        return self.exchanges
+
     def rules(self) -> Iterator[Problem]:
         """Refuse lossy copies of parameters."""
         yield from _lossy_parameters(self)
@@ -487,6 +511,11 @@ class SgpConfig(
     """Part of a node's weight that goes along with each push."""
 
     modes: ClassVar[tuple[Mode, ...]] = ("gossip",)
+
+    @property
+    def averages(self) -> Literal["nothing", "parameters", "gradients"]:
+        """See `StrategyOptions`."""
+        return "parameters"
 
     def rules(self) -> Iterator[Problem]:
         """Refuse what takes mass away."""
@@ -533,6 +562,11 @@ class GalaConfig(
     def learner_mode(self) -> LearnerMode:
         """It runs freely, or offers each gradient for a while."""
         return LearnerMode("gradients", ahead=2) if self.exchanges == "gradients" else FREE
+
+    @property
+    def averages(self) -> Literal["nothing", "parameters", "gradients"]:
+        """See `StrategyOptions`."""
+        return self.exchanges
 
     def rules(self) -> Iterator[Problem]:
         """Refuse lossy copies of parameters, and trimming of two."""
@@ -603,6 +637,11 @@ class ServerSyncConfig(
     def learner_mode(self) -> LearnerMode:
         """The servers step; it waits for their parameters."""
         return LearnerMode("gradients", steps=False, clip="before")
+
+    @property
+    def averages(self) -> Literal["nothing", "parameters", "gradients"]:
+        """See `StrategyOptions`."""
+        return "nothing" if self.reduce == "sum" else "gradients"
 
     def rules(self) -> Iterator[Problem]:
         """Refuse sums of what was trimmed."""
@@ -695,6 +734,11 @@ class GradAverageConfig(
         """It steps with each mean."""
         return LearnerMode("gradients", preempted=self.preemption_threshold < 1)
 
+    @property
+    def averages(self) -> Literal["nothing", "parameters", "gradients"]:
+        """See `StrategyOptions`."""
+        return "nothing" if self.reduce == "sum" else "gradients"
+
     def rules(self) -> Iterator[Problem]:
         """Refuse what torch.distributed can't do, and sums of what was trimmed."""
         yield from _over_torch(self)
@@ -745,6 +789,11 @@ class FederatedConfig(
     """z: the sum of a round's changes carries Gaussian noise of deviation z·S; 0 adds none."""
     delta: Annotated[float, Meta(gt=0, lt=1)] = 1e-5
     """δ of the (ε, δ) that is reported."""
+
+    @property
+    def averages(self) -> Literal["nothing", "parameters", "gradients"]:
+        """See `StrategyOptions`."""
+        return "nothing"
 
     def rules(self) -> Iterator[Problem]:
         """Refuse what the reported (ε, δ) doesn't hold for: a member moves its round's sum by S at most."""
@@ -802,6 +851,11 @@ class HogwildConfig(
         """Several run freely."""
         shared = self.shared_statistics and self.learners > 1
         return LearnerMode(learners=self.learners, shared_statistics=shared)
+
+    @property
+    def averages(self) -> Literal["nothing", "parameters", "gradients"]:
+        """See `StrategyOptions`."""
+        return super().averages if self.between_nodes and self.learners == 1 else "nothing"
 
     def rules(self) -> Iterator[Problem]:
         """Refuse gradients; there is nothing to check where nodes don't average."""

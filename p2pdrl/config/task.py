@@ -52,6 +52,7 @@ __all__ = [
     "losses_of",
     "minibatch_rows",
     "minibatches_of",
+    "rate_power",
     "task_hash",
 ]
 
@@ -225,6 +226,8 @@ class AlgorithmOptions(Travelling, frozen=True, forbid_unknown_fields=True, kw_o
     whole_unrolls: ClassVar[bool] = False
     """Whether its batches are environments with their whole unroll, bootstrap observation included, also
     where the policy has no memory; they are cut between environments then, never in time."""
+    divides: ClassVar[bool] = False
+    """Whether learners that average may share out the steps of an update: those of fresh unrolls."""
     remote_actors: ClassVar[bool] = False
     """Whether it learns from unrolls of a policy that is some updates old, as other nodes' actors have it."""
 
@@ -235,6 +238,7 @@ class PPOConfig(
     """Proximal policy optimization (Schulman 2017, arXiv 1707.06347)."""
 
     remote_actors: ClassVar[bool] = True
+    divides: ClassVar[bool] = True
 
     learning_rate: NonNegative = 1e-3
     """Step of Adam. Zero leaves parameters alone (for experiments on consensus)."""
@@ -280,6 +284,8 @@ class A2CConfig(
 ):
     """Advantage actor-critic, the synchronous form of A3C (Mnih 2016, arXiv 1602.01783)."""
 
+    divides: ClassVar[bool] = True
+
     learning_rate: NonNegative = 7e-4
     """Step of the optimizer."""
     unroll_steps: Count = 5
@@ -316,6 +322,7 @@ class ImpalaConfig(
 
     whole_unrolls: ClassVar[bool] = True
     remote_actors: ClassVar[bool] = True
+    divides: ClassVar[bool] = True
 
     learning_rate: NonNegative = 6e-4
     """Step of the optimizer."""
@@ -735,6 +742,12 @@ class TaskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     network: NetworkConfig = NetworkConfig()
     algorithm: AlgorithmConfig = PPOConfig()
     gradients: GradientsConfig = GradientsConfig()
+    scaling: Literal["auto", "batch", "none"] = "auto"
+    """What an update becomes when there are several learners. ``auto`` divides its steps among all that are
+    alive, so that n learners need as much data as one, n times as soon; where they average parameters, they
+    also step by √n times the learning rate. ``batch`` only divides. ``none``: each goes on as one alone does,
+    and n learners' updates have n times the data. As far as algorithms learn from fresh unrolls (ppo, a2c,
+    impala) and learners average what they do; see docs/scaling.md."""
     strategy: StrategyConfig = AdpsgdConfig()
     stop: StopConfig = StopConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -752,7 +765,7 @@ class TaskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return self.env.id
 
 
-HASHED = ("seed", "env", "network", "algorithm", "gradients")
+HASHED = ("seed", "env", "network", "algorithm", "gradients", "scaling")
 """The fields of the task that are fixed at founding."""
 
 
@@ -760,13 +773,27 @@ def task_hash(task: TaskConfig) -> str:
     """Return 32 hex digits: SHA-256 of the canonical JSON (sorted keys) of the fixed fields.
 
     They are what must be equal for parameters to be averaged: environment, network, algorithm, the precision
-    of gradients and the seed of the initial weights, but neither strategy nor stop conditions.
+    of gradients, how updates are divided, and the seed of the initial weights, but neither strategy nor stop
+    conditions.
 
     Defaults are written out, so a value given and the same value by default hash alike.
     """
     fixed = {name: getattr(task, name) for name in HASHED}
     canonical = msgspec.json.encode(fixed, order="sorted")
     return hashlib.sha256(b"p2pdrl task\0" + canonical).hexdigest()[:32]
+
+
+def rate_power(task: TaskConfig, strategy: StrategyConfig) -> float | None:
+    """Return by which power of its number of parts a divided update raises learning rates.
+
+    None where each learner has updates to itself: under this strategy, or with this algorithm.
+    """
+    algorithm = task.algorithm
+    if isinstance(algorithm, RegressionConfig):
+        return 0.0 if algorithm.sample == "shards" else None
+    if task.scaling == "none" or not algorithm.divides or strategy.averages == "nothing":
+        return None
+    return 0.5 if task.scaling == "auto" and strategy.averages == "parameters" else 0.0
 
 
 def batches_of(algorithm: AlgorithmOptions | RegressionConfig) -> int:

@@ -26,6 +26,7 @@ from p2pdrl.config.task import (
     batches_of,
     minibatch_rows,
     minibatches_of,
+    rate_power,
     task_hash,
 )
 from p2pdrl.errors import ConfigError, WireError, WorkerError
@@ -701,21 +702,23 @@ class Training:
             self.actors.close()
 
     def divide_data(self) -> None:
-        """Tell the learners which part of divided data is theirs, if that is new.
+        """Tell the learners which part of divided data, or of each update's, is theirs, if that is new.
 
         By our rank among the members of the strategy's group view, on which all agree, so that the gradients
         of a round are over the whole data set; without a view among the living learners. It is asked before
         each answer to the learner, so only the gradients that were under way when the members changed may
         have missed a shard or had one twice.
         """
-        algorithm = self.task.algorithm
-        if not isinstance(algorithm, RegressionConfig) or algorithm.sample != "shards":
+        power = rate_power(self.task, self.mode.config)
+        if power is None:
+            if self.learners.share_told is not None:
+                self.learners.divide(DataShare(0, 1))
             return
         group = self.mode.strategy.group
         view = None if group is None else group.view
         members = sorted({self._me, *self._alive()}) if view is None else sorted(view.members)
         if self._me in members:
-            self.learners.divide(DataShare(members.index(self._me), len(members)))
+            self.learners.divide(DataShare(members.index(self._me), len(members), power))
 
     def share_moments(self) -> None:
         """Give the learner what everybody else's normalisers counted."""

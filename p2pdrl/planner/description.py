@@ -22,6 +22,7 @@ __all__ = [
     "NodeLink",
     "Pair",
     "SwarmDescription",
+    "Update",
 ]
 
 MAX_NODES = 1000
@@ -64,6 +65,22 @@ LAN = NodeLink(delay_s=0.0001, out_bytes_s=1.25e8, in_bytes_s=1.25e8)
 """Gigabit Ethernet, one switch."""
 WAN = NodeLink(delay_s=0.02, jitter_s=0.005, out_bytes_s=2.5e6, in_bytes_s=1.25e7, loss=0.001)
 """Homes: 20 Mbit/s up, 100 down, 40 ms to each other."""
+
+
+class Update(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a learner's update is made of, and how far it can be divided among several (`task.scaling`)."""
+
+    rows: Annotated[int, Meta(ge=1)] = 256
+    """Environment steps of each of its gradients, while it isn't divided."""
+    parts: Annotated[int, Meta(ge=1)] = 16
+    """Among how many learners it can be divided: each makes 8 steps of each environment at least, and
+    ``unroll_steps`` of 128 are 16 parts. More learners than that enlarge it."""
+    fixed: Share = 0.1
+    """Share of ``update_s`` that any part of it takes: what a gradient costs, however few rows it has."""
+    critical_rows: NonNegative = 0.0
+    """Of a gradient: where it takes twice the least number of updates, and twice the least number of rows
+    (McCandlish 2018, arXiv 1812.06162); `p2pdrl status` measures it. 0: nobody knows; half of ``rows`` is
+    taken then."""
 
 
 class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -131,6 +148,7 @@ class SwarmDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """D, parameters."""
     machines: Annotated[tuple[Machine, ...], Meta(min_length=1)] = (Machine(),)
     links: Annotated[tuple[NodeLink, ...], Meta(min_length=1)] = (LAN,)
+    update: Update = Update()
     pairs: tuple[Pair, ...] = ()
     churn: Churn = Churn()
     costs: CallCosts = CallCosts()

@@ -225,6 +225,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
         staleness: mean, in policy versions; buckets are taken at their bound.
         histogram: contributions by bucket of `STALENESS_BOUNDS`.
         outcomes: rounds of all nodes by how they ended.
+        kills: nodes that ended without a word meanwhile.
         walk: (seconds, part of the first consensus distance) at each look.
     """
 
@@ -249,7 +250,15 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     staleness: float
     histogram: tuple[int, ...]
     outcomes: dict[str, int]
+    kills: int
     walk: tuple[tuple[float, float], ...]
+
+    @property
+    def failed(self) -> float:
+        """Share of the rounds that somebody waited for in vain: a peer that is busy says so at once."""
+        ended = sum(self.outcomes.values())
+        lost = self.lost * ended - self.outcomes.get("busy", 0)
+        return max(0.0, lost) / ended if ended else 0.0
 
 
 def forecast_of(
@@ -258,6 +267,8 @@ def forecast_of(
     statistics: Statistics,
     replicas: Replicas,
     seconds: float,
+    *,
+    kills: int = 0,
 ) -> Forecast:
     """What was counted, as rates."""
     everybody = range(len(statistics.updates))
@@ -298,5 +309,6 @@ def forecast_of(
         else 0.0,
         histogram=tuple(statistics.staleness),
         outcomes=dict(statistics.outcomes),
+        kills=kills,
         walk=tuple(replicas.walk),
     )

@@ -120,4 +120,4 @@ def predict(
     world.learners.settle(seconds)
     world.statistics.settle()
     comings.close()
-    return forecast_of(swarm, strategy, world.statistics, world.replicas, seconds)
+    return forecast_of(swarm, strategy, world.statistics, world.replicas, seconds, kills=comings.kills)

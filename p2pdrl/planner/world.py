@@ -303,12 +303,16 @@ class ChurnEvents:
         churn: how much of it.
         kills_s: moments at which a node ends.
         joins_s: moments at which one comes.
+
+    Attributes:
+        kills: nodes that have ended.
     """
 
     def __init__(
         self, world: World, model: Model, churn: Churn, kills_s: list[float], joins_s: list[float]
     ) -> None:
         self._world, self._model, self._churn = world, model, churn
+        self.kills = 0
         self._next = world.swarm.nodes
         self._began_s = dict.fromkeys(range(world.swarm.nodes), 0.0)
         for at_s in kills_s:
@@ -328,6 +332,7 @@ class ChurnEvents:
             return
         node = world.rng.choice(there)
         world.up[node] = False
+        self.kills += 1
         world.learners.stop(node)
         world.replicas.left(node)
         world.statistics.lived_s[node] = world.now_s - self._began_s.pop(node)

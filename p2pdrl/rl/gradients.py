@@ -135,7 +135,10 @@ class Minibatch(NamedTuple):
 
 
 class GradientEngine(Protocol[_Outputs_co]):
-    """Computes mean gradients. The model runs in here and nowhere else while an algorithm learns."""
+    """Computes mean gradients. The model runs in here and nowhere else while an algorithm learns.
+
+    One whose gradients stay where they were computed, on other devices or nodes, says so by ``scattered``.
+    """
 
     def gradients(self, batch: Minibatch, objective: Objective[_Outputs_co]) -> Tensor:
         """Leave the mean gradient over ``batch.rows`` in the flat vector of gradients.

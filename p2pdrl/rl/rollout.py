@@ -151,7 +151,7 @@ class Collector:
     Args:
         env: stepped here and nowhere else.
         policy: its parameters may change between calls.
-        unroll_steps: T.
+        unroll_steps: T, at most.
         generator: source of the action noise, on the policy's device.
         normalizer: applied to observations before the policy sees them. The learner updates it
             afterwards, so that all inputs of an unroll are scaled alike.
@@ -173,6 +173,7 @@ class Collector:
         asked: AskedPolicy | None = None,
     ) -> None:
         self._env = env
+        self.unroll_steps = unroll_steps
         self._policy = policy
         self._asked = asked
         self._generator = generator
@@ -199,19 +200,20 @@ class Collector:
         self._steps = T
         """Of the last unroll."""
 
-    def collect(self, preempted: Callable[[], bool] | None = None) -> RawUnroll:
+    def collect(self, preempted: Callable[[], bool] | None = None, *, steps: int | None = None) -> RawUnroll:
         """Run T steps in every environment with the policy as it is now.
 
         Args:
             preempted: asked after each step: whether to end here. The unroll has fewer steps then, but at
                 least one that is valid.
+            steps: in place of T, which is the most; at least 2, as all environments may begin with a reset.
         """
         state_BS = None if self._state_BS is None else self._state_BS.clone()
         if self._asked is None:
-            episodes, features = self._act_and_step(preempted)
+            episodes, features = self._act_and_step(steps or self.unroll_steps, preempted)
             judged = self._judged(features, state_BS)
         else:
-            episodes, judged = self._ask_and_step(self._asked, preempted)
+            episodes, judged = self._ask_and_step(self._asked, steps or self.unroll_steps, preempted)
         T = self._steps
         return RawUnroll(
             obs_T1BX=self._raw_obs_T1BX[: T + 1],
@@ -260,16 +262,16 @@ class Collector:
 
     @torch.inference_mode()
     def _act_and_step(
-        self, preempted: Callable[[], bool] | None
+        self, steps: int, preempted: Callable[[], bool] | None
     ) -> tuple[list[tuple[float, int]], list[Tensor]]:
-        """Fill the buffers with T steps; return the episodes that ended, and features, T+1 times BF.
+        """Fill the buffers with so many steps; return the episodes that ended, and features, T+1 times BF.
 
         There are none where policy and value function share no layers.
         """
         device, policy, normalizer = self._generator.device, self._policy, self._normalizer
         raw, obs_T1BX = self._raw_obs_T1BX, self._obs_T1BX.numpy()
         obs_views = self._obs_T1BX.unbind()
-        noise_views = policy.noise(self._rewards_TB.shape, self._generator).unbind()
+        noise_views = policy.noise((steps, self._env.num_envs), self._generator).unbind()
         shared = policy if isinstance(policy, ActorCritic) and policy.shares_features else None
         kept: list[Tensor] = []
 
@@ -285,7 +287,7 @@ class Collector:
             kept.append(shared.lasting_features(obs_BX, self._state_BS, narrow=self._narrow))
             return shared.act_on(kept[t], obs_BX, noise_views[t])
 
-        episodes = self._step_through(act, preempted)
+        episodes = self._step_through(act, steps, preempted)
         last_BX = seen(self._steps)
         if shared is not None:
             state_BS = None if self._state_BS is None else self._state_BS.clone()
@@ -294,11 +296,11 @@ class Collector:
 
     @torch.inference_mode()
     def _ask_and_step(
-        self, asked: AskedPolicy, preempted: Callable[[], bool] | None
+        self, asked: AskedPolicy, steps: int, preempted: Callable[[], bool] | None
     ) -> tuple[list[tuple[float, int]], _Judged]:
-        """Fill the buffers with T steps; return the episodes that ended, and what the other process said."""
+        """Fill the buffers with so many steps; return ended episodes, and what the other process said."""
         raw = self._raw_obs_T1BX
-        noise_views = self._policy.noise(self._rewards_TB.shape, self._generator).unbind()
+        noise_views = self._policy.noise((steps, self._env.num_envs), self._generator).unbind()
         log_probs: list[Tensor] = []
         values: list[Tensor] = []
         taken: list[Tensor] = []
@@ -311,7 +313,7 @@ class Collector:
                 taken.append(found.taken_B.clone())
             return found.actions
 
-        episodes = self._step_through(act, preempted)
+        episodes = self._step_through(act, steps, preempted)
         # the noise counts for nothing: who learns asks for the last observation's value alone
         state_BS = None if self._state_BS is None else self._state_BS.clone()
         values.append(asked.ask(raw[self._steps], noise_views[-1], state_BS).values_B.clone())
@@ -319,18 +321,17 @@ class Collector:
         return episodes, _Judged(None, torch.stack(log_probs), torch.stack(values), taken_TB)
 
     def _step_through(
-        self, act: Callable[[int], Tensor], preempted: Callable[[], bool] | None
+        self, act: Callable[[int], Tensor], steps: int, preempted: Callable[[], bool] | None
     ) -> list[tuple[float, int]]:
-        """Run T steps with the actions that ``act`` returns for each; return the episodes that ended.
+        """Run so many steps with the actions that ``act`` returns for each; return the episodes that ended.
 
         Fills the raw observations and all that environments say of steps, and counts the steps.
         """
-        T = len(self._rewards_TB)
         raw = self._raw_obs_T1BX
         raw[0] = raw[self._steps]
         action_views = self._actions.unbind()
         episodes: list[tuple[float, int]] = []
-        for t in range(T):
+        for t in range(steps):
             actions = act(t).cpu()
             action_views[t].copy_(actions)
             done = self._policy.to_environment(actions.numpy())
@@ -353,9 +354,9 @@ class Collector:
                 self._lengths_B[over_B] = 0
             self._running_B = ~ends_B
             if preempted is not None and preempted() and self._valid_TB[: t + 1].any():
-                T = t + 1
+                steps = t + 1
                 break
-        self._steps = T
+        self._steps = steps
         return episodes
 
 

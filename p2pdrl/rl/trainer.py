@@ -136,6 +136,8 @@ class Trainer:
             state, and for each running normaliser (``observations``, ``returns``) ``.count``, ``.mean`` and
             ``.m2`` by rule ``moments``.
         policy_version: of the parameters; who holds them keeps it up to date.
+        collected: called once a batch is there, before the update: what peers did to the parameters while it
+            was collected can be taken in, and the gradients are of the newest.
 
     Example:
         >>> from p2pdrl.config.task import TaskConfig
@@ -169,6 +171,8 @@ class Trainer:
         self.source = source
         self._policy = policy
         self.policy_version = 0
+        self.collected: Callable[[], object] | None = None
+        self._batch_share = 1.0
         self.layout: Layout = flat.layout
         optimizers = (loss.optimizer for loss in algorithm.losses)
         self._stateful: tuple[Stateful, ...] = (*optimizers, *algorithm.targets, source)
@@ -179,9 +183,11 @@ class Trainer:
         """Take one batch and improve the parameters on it."""
         start = self._clock()
         algorithm = self.algorithm
-        algorithm.policy_version = self.policy_version
         self._explore()
         batch = self.source.next()
+        if self.collected is not None:
+            self.collected()
+        algorithm.policy_version = self.policy_version
         metrics = algorithm.update(batch)
         self.source.commit()
         episodes = batch.episodes
@@ -189,8 +195,10 @@ class Trainer:
             episodes = [*episodes, *self._evaluation()]
             metrics |= self._evaluation.figures
         for loss in algorithm.losses:
-            metrics |= loss.engine.metrics()
+            metrics |= loss.metrics()
         metrics |= self.source.metrics()
+        if self._batch_share < 1.0:
+            metrics["batch_share"] = self._batch_share
         took_s = self._clock() - start
         return StepStats(batch.env_steps, episodes, metrics, took_s, self.source.elsewhere)
 
@@ -412,6 +420,18 @@ class Trainer:
         """
         self.algorithm.progress = min(max(fraction, 0.0), 1.0)
         self.algorithm.env_steps = env_steps
+
+    def share(self, rank: int, learners: int, rate_power: float = 0.0) -> None:
+        """Take one of the swarm's learners' part in each update.
+
+        Args:
+            rank: of this learner, from 0.
+            learners: who have a part each.
+            rate_power: with batches of 1/n of their length, learning rates are n to this power times those of
+                the configuration.
+        """
+        self._batch_share = self.source.share(rank, learners)
+        self.algorithm.rate_factor = self._batch_share**-rate_power
 
     def close(self) -> None:
         """Close the source and the split engine's devices."""

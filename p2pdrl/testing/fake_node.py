@@ -287,6 +287,7 @@ def _status(name: str, data_dir: str) -> dict[str, object]:
         "swarm_env_steps": 240_000,
         "steps_per_s": 3_000.0,
         "swarm_steps_per_s": 6_000.0,
+        "speedup": {"times": 1.96, "nodes": 2, "rows": 256, "critical_rows": 1_300},
         "mean_return": 431.25,
         "episodes": 700,
         "episodes_in_window": 100,

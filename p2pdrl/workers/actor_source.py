@@ -66,9 +66,9 @@ class ActorSource(Source[BatchT]):
         self._clock = clock
         algorithm: Any = acting.task.algorithm
         steps = algorithm.unroll_steps
-        self._wanted = acting.task.env.num_envs
-        local = shares_of(self._wanted, actors) if actors else ()
-        shares = (*local, *(self._wanted for _ in range(remote)))
+        self._whole = self._wanted = acting.task.env.num_envs
+        local = shares_of(self._whole, actors) if actors else ()
+        shares = (*local, *(self._whole for _ in range(remote)))
         slots = 1 + (self._remote_ahead if remote else ahead)
         self.spec = UnrollSpec(unroll_items(acting.policy, steps), shares, slots, remote)
         self._environments = sum(shares)
@@ -171,6 +171,13 @@ class ActorSource(Source[BatchT]):
                 chosen.append((number, one))
                 room -= one.environments
         return sorted(chosen, key=lambda entry: entry[0])
+
+    def share(self, rank: int, learners: int) -> float:
+        """Divide the environments of a batch, as far as whole unrolls go: each is of all an actor's."""
+        del rank
+        self._wanted = max(1, round(self._whole / learners))
+        least = min(self.spec.shares, default=1)
+        return min(max(self._wanted // least, 1) * least, self._whole) / self._whole
 
     def commit(self) -> None:
         """Free the slots that the last batch came from."""

@@ -8,8 +8,8 @@ One turn of its loop:
 2. bring another learner mode into force (`learner_modes`), and under one of stages another order
    (`pipeline.stage_runner`);
 3. take what peers changed from the board's inbox: add a delta, or replace everything by a set (`replica`);
-4. collect one unroll and update; some learner modes send gradients or parameters and wait meanwhile
-   (`learner_modes`);
+4. collect one unroll, take what peers changed meanwhile, and update; some learner modes send gradients or
+   parameters and wait meanwhile (`learner_modes`);
    as a stage of a pipeline the learner takes part in another's updates instead, unless it is the first;
 5. publish parameters and sidecar, let actor processes go on with them, report.
 
@@ -113,6 +113,7 @@ class Learner:
             paused=lambda: self._paused,
             ahead=mailbox.ahead,
         )
+        trainer.collected = self._take
         self._told_actors = (0, 0)
         self._loan = self._wanted_loan = 0
         self._replay_region: SharedRegion | None = None
@@ -165,8 +166,7 @@ class Learner:
         self._stage_runner.leave()
         self._mode_switcher.turn()
         self._stage_runner.turn(stages=self._mode_switcher.learner_mode.stages)
-        if self._stage_runner.takes:
-            self._replica.take()
+        self._take()
         if self._loan != self._wanted_loan:
             self._lend()
         if not self._paused and self._ready and time.monotonic() >= self._next_s and self._trainer.ready:
@@ -175,6 +175,11 @@ class Learner:
         self._replica.publish()
         self._tell_actors()
         self._report_if_due()
+
+    def _take(self) -> None:
+        """Take what peers changed, unless a pipeline holds the state."""
+        if self._stage_runner.takes:
+            self._replica.take()
 
     def _tell_actors(self) -> None:
         """Hand parameters to the actors that wait for them: newer ones, or the same once a batch was used."""
@@ -253,8 +258,8 @@ class Learner:
                     self._map(message)
                 case Progress(fraction=fraction, env_steps=env_steps):
                     self._trainer.set_progress(fraction, env_steps)
-                case DataShare(rank=rank, learners=learners):
-                    self._trainer.source.share(rank, learners)
+                case DataShare(rank=rank, learners=learners, rate_power=rate_power):
+                    self._trainer.share(rank, learners, rate_power)
                 case Others(moments=moments):
                     self._trainer.set_other_moments(
                         {

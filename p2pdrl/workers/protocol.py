@@ -311,12 +311,14 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class DataShare(msgspec.Struct, frozen=True, tag="share"):
-    """Which part of divided data is this learner's; before it is told it has all."""
+    """Which part of divided data, or of the batch of each update, is this learner's; at first it has all."""
 
     rank: int
     """Of the learner, from 0."""
     learners: int
     """Who have a part each."""
+    rate_power: float = 0.0
+    """With batches of 1/n of their length the learning rate is n to this power times as high."""
 
 
 class LearnerPace(msgspec.Struct, frozen=True, tag="pace"):

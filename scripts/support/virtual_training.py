@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import os
 import random
 import statistics
@@ -24,7 +25,7 @@ import msgspec
 import numpy as np
 
 from p2pdrl.config.learner_mode import LearnerMode
-from p2pdrl.config.task import TaskConfig
+from p2pdrl.config.task import TaskConfig, rate_power
 from p2pdrl.node.children.supervisor import LearnerRequestChannel
 from p2pdrl.planner.description import NodeLink, SwarmDescription
 from p2pdrl.planner.emulate import LinkedNetwork
@@ -195,6 +196,7 @@ class TrainingLearner:
         self._error: BaseException | None = None
         self._news: list[Callable[[], None]] = []
         _tell(trainer, self._collected, self._computed)
+        trainer.collected = self._between
         self.learner_mode = learner_mode
         self.replica.take()
         self.replica.publish(always=True)
@@ -364,6 +366,11 @@ class TrainingLearner:
     def _collected(self, batch: Any, _: float) -> None:
         self._spent_s += batch.env_steps * self._costs.env_step_s
 
+    def _between(self) -> None:
+        """Take what came while the batch was collected."""
+        self._spend()
+        self.replica.take()
+
     def _computed(self, batch: Any) -> None:
         self.gradients += 1
         self._spent_s += self._costs.gradient_s + self._costs.row_s * batch.rows
@@ -408,6 +415,13 @@ class VirtualTraining:
         return [node.learner for node in self._swarm.nodes]
 
     @property
+    def living(self) -> list[int]:
+        """Numbers of the nodes that are there."""
+        assert self._swarm is not None  # noqa: S101 - it runs
+        living = self._swarm.living
+        return [number for number, node in enumerate(self._swarm.nodes) if node in living]
+
+    @property
     def env_steps(self) -> int:
         """Of the whole swarm."""
         return sum(learner.env_steps for learner in self.learners)
@@ -447,6 +461,7 @@ class VirtualTraining:
         for _ in range(self._first):
             self._add()
         self._swarm.introduce()
+        self._divide()
         for node in self._swarm.nodes:
             await node.start()
         planned = None if plan is None else asyncio.create_task(plan(self))
@@ -546,8 +561,17 @@ class VirtualTraining:
             normalizer=own,
         ).mean
 
+    def _divide(self) -> None:
+        """Let the living learners know their part of each update."""
+        power = rate_power(self.task, self.task.strategy)
+        living = self._swarm.living
+        for number, node in enumerate(living):
+            share = (0, 1, 0.0) if power is None else (number, len(living), power)
+            node.learner.soon(functools.partial(node.learner.trainer.share, *share))
+
     def _tell(self) -> None:
-        """Let the learners hear of each other's normalisers, and of how far all are."""
+        """Let the learners hear of each other's normalisers, and of how far and how many all are."""
+        self._divide()
         living, fraction, env_steps = self._swarm.living, self._fraction, self.env_steps
         moments = [node.learner.trainer.own_moments() for node in living]
         for number, node in enumerate(living):

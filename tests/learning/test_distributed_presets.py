@@ -18,8 +18,8 @@ pytestmark = pytest.mark.slow
 
 CASES = {
     "n_step_q": (200_000, 475),
-    "one_step_q": (250_000, 475),
-    "one_step_sarsa": (300_000, 475),
+    "one_step_q": (400_000, 475),
+    "one_step_sarsa": (400_000, 475),
     "a3c": (400_000, 475),
     "rapid": (600_000, 475),
     "ddppo": (400_000, 475),

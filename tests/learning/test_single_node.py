@@ -74,7 +74,7 @@ def test_ppo_swings_the_pendulum_up(seed):
         env=EnvConfig(id="Pendulum-v1", num_envs=16, normalize_observations=True, normalize_returns=True),
         algorithm=PPOConfig(unroll_steps=128, epochs=10, minibatches=16, discount=0.9),
     )
-    trainer, _ = train(task, seed, 120_000)
+    trainer, _ = train(task, seed, 240_000)
     result = evaluate(
         trainer.policy, task.env, 50, greedy=True, seed=seed, normalizer=trainer.observation_normalizer
     )

@@ -209,7 +209,8 @@ class LearnerPool:
         self._workers_did = ZERO
         self._gone: dict[str, bytes] = {}
         self._pace: LearnerPace | None = None
-        self._share: DataShare | None = None
+        self.share_told: DataShare | None = None
+        """This node's part, its learners together; None before any was told."""
         self._learners = 1
         self._failure = FirstFailure()
 
@@ -253,8 +254,8 @@ class LearnerPool:
         self._learners = learner_mode.learners
         if self._pace is not None:
             self.tell(self._pace)
-        if self._share is not None:
-            self.divide(self._share)
+        if self.share_told is not None:
+            self.divide(self.share_told)
         region = self._supervisor.requests.shared
         for number in range(1, learner_mode.learners):
             if region is not None:
@@ -272,14 +273,15 @@ class LearnerPool:
 
     def divide(self, share: DataShare) -> None:
         """Divide this node's part of the data among its learners; ranks are nodes' in ``share``."""
-        self._share = share
+        self.share_told = share
         self._supervisor.tell(self._part(share, 0))
         for number, worker in enumerate(self._workers, 1):
             worker.tell(self._part(share, number))
 
     def _part(self, share: DataShare, number: int) -> DataShare:
         """The part of one of our learners: each node has as many as we have."""
-        return DataShare(share.rank * self._learners + number, share.learners * self._learners)
+        each = self._learners
+        return DataShare(share.rank * each + number, share.learners * each, share.rate_power)
 
     def share(self, others: dict[str, bytes]) -> None:
         """Tell each learner what all others, here and elsewhere, counted.
@@ -328,8 +330,8 @@ class LearnerPool:
         for message in self._supervisor.told.values():
             if not isinstance(message, Others | DataShare | LendActors):
                 worker.tell(message)
-        if self._share is not None:
-            worker.tell(self._part(self._share, number))
+        if self.share_told is not None:
+            worker.tell(self._part(self.share_told, number))
         task = asyncio.create_task(worker.run(), name=f"worker {number}")
         task.add_done_callback(self._failure.note)
         self._workers[worker] = task

@@ -17,6 +17,7 @@ import p2pdrl
 from p2pdrl.config.mode import protocol_of, told_options
 from p2pdrl.config.node import roles_in
 from p2pdrl.config.strategy import StrategyConfig
+from p2pdrl.config.task import minibatch_rows
 from p2pdrl.ids import short
 from p2pdrl.membership.events import MemberView
 from p2pdrl.node import settings
@@ -257,6 +258,7 @@ class StatusReporter:
         report = self.report()
         training, checkpointer = context.training, context.checkpointer
         alive = [report, *self._reports(context.alive())]
+        rates = [one.steps_per_s for one in alive if one.trains or one.acts]
         return {
             "name": context.name,
             "id": context.node_id,
@@ -272,7 +274,8 @@ class StatusReporter:
             "state": context.state,
             "members": context.member_counts(),
             "swarm_env_steps": context.progress_tracker.total().env_steps,
-            "swarm_steps_per_s": sum(one.steps_per_s for one in alive if one.trains or one.acts),
+            "swarm_steps_per_s": sum(rates),
+            "speedup": self._speedup(rates),
             "episodes": report.episodes,
             "updates": report.updates,
             **{name: getattr(report, name) for name in FIGURES},
@@ -297,6 +300,31 @@ class StatusReporter:
                 "age_s": None if checkpointer is None else checkpointer.age_s,
                 "error": None if checkpointer is None else checkpointer.error,
             },
+        }
+
+    def _speedup(self, rates: Sequence[float]) -> dict[str, object]:
+        """How much sooner the swarm gets there than its fastest node, and how large its batches are.
+
+        ``rows`` is what a gradient of all learners together is made of, ``critical_rows`` the size at which
+        more rows bring half of what they would bring if there were few (McCandlish 2018); None until known.
+        """
+        training = self._context.training
+        fastest = max(rates, default=0.0)
+        if training is None or not fastest:
+            return {}
+        metrics = training.supervisor.metrics
+        alone, unit = minibatch_rows(training.task)
+        if unit == "environments":
+            alone *= int(getattr(training.task.algorithm, "unroll_steps", 1))
+        learners = 1 if training.mode.config.mode == "local" else 1 + len(self._context.learners())
+        rows = alone * max(1.0, learners * metrics.get("batch_share", 1.0))
+        critical = metrics.get("gradient_noise_scale")
+        worth = 1.0 if critical is None else (1.0 + alone / critical) / (1.0 + rows / critical)
+        return {
+            "times": worth * sum(rates) / fastest,
+            "nodes": len(rates),
+            "rows": round(rows),
+            "critical_rows": None if critical is None else round(critical),
         }
 
     def _experience(self) -> dict[str, object]:

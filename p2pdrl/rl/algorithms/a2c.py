@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from p2pdrl.config.task import A2CConfig
-from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss, annealed, rmsprop_or_adam
+from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss, rmsprop_or_adam
 from p2pdrl.rl.algorithms.batches import full_batch, normalized
 from p2pdrl.rl.algorithms.returns import gae
 from p2pdrl.rl.distributions import PolicyOutputs
@@ -70,7 +70,7 @@ class A2C(Algorithm[Unroll]):
     def update(self, batch: Unroll) -> dict[str, float]:
         """Improve the policy on one unroll, in place, and return what the monitors plot."""
         config, unroll = self._config, batch
-        learning_rate = annealed(config.learning_rate, config.anneal, self.progress)
+        learning_rate = self.learning_rate(config.learning_rate, config.anneal)
         advantages_TB = gae(
             unroll.rewards_TB,
             unroll.values_T1B,

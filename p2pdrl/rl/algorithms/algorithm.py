@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from p2pdrl.errors import ConfigError, LayoutMismatchError
 from p2pdrl.rl.flat import FlatModule, FlatSpan
 from p2pdrl.rl.gradients import GradientEngine, Minibatch, Objective, Outputs, OwnStepper, Stepper
+from p2pdrl.rl.noise_scale import NoiseScale
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.sources.source import BatchT
 from p2pdrl.tensors.optimizers import Adam, RMSProp, UpdateRule
@@ -90,6 +91,7 @@ class Loss(Generic[Outputs]):
         self.engine = engine
         self.stepper: Stepper = OwnStepper()
         self.name = name
+        self._noise_scale = NoiseScale()
         self._max_grad_norm = max_grad_norm
         self._every = every
         self._asked = 0
@@ -106,7 +108,16 @@ class Loss(Generic[Outputs]):
 
     def gradients(self, batch: Minibatch) -> Tensor:
         """Compute the mean gradient; return the objective's terms, as means over the batch's rows."""
-        return self.engine.gradients(batch, self.objective)
+        terms = self.engine.gradients(batch, self.objective)
+        if not getattr(self.engine, "scattered", False):
+            self._noise_scale.note([gradients_D for _, gradients_D in self.optimizer.span.pieces], batch.rows)
+        return terms
+
+    def metrics(self) -> dict[str, float]:
+        """Return the engine's metrics, and the critical batch in rows once it is known."""
+        rows = self._noise_scale.rows
+        name = f"gradient_noise_scale.{self.name}" if self.name else "gradient_noise_scale"
+        return self.engine.metrics() | ({} if rows is None else {name: rows})
 
     def spoil(self) -> None:
         """Have the gradient that was computed left out: as one that isn't finite, which no stepper uses.
@@ -142,6 +153,7 @@ class Algorithm(ABC, Generic[BatchT]):
         progress: 0 … 1, how far the swarm is towards its last environment step; set before updates.
         env_steps: that the whole swarm has made, as far as known; set before updates.
         policy_version: of the parameters as an update begins; set before each.
+        rate_factor: times what the configuration says is the learning rate; set before updates.
     """
 
     losses: Sequence[Loss[Any]]
@@ -149,6 +161,11 @@ class Algorithm(ABC, Generic[BatchT]):
     progress: float = 0.0
     env_steps: int = 0
     policy_version: int = 0
+    rate_factor: float = 1.0
+
+    def learning_rate(self, configured: float, anneal: Literal["none", "linear"]) -> float:
+        """Return the learning rate at the swarm's progress and size."""
+        return self.rate_factor * annealed(configured, anneal, self.progress)
 
     @abstractmethod
     def update(self, batch: BatchT) -> dict[str, float]:

@@ -39,7 +39,6 @@ from p2pdrl.rl.algorithms.algorithm import (
     Loss,
     SoftCopy,
     TargetNetwork,
-    annealed,
 )
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import GradientEngine, Minibatch, Summed
@@ -158,7 +157,7 @@ class DQN(Algorithm[ReplayBatch]):
     def update(self, batch: ReplayBatch) -> dict[str, float]:
         """Make ``gradient_steps`` steps on transitions drawn from the memory; return what is plotted."""
         config = self._config
-        learning_rate = annealed(config.learning_rate, config.anneal, self.progress)
+        learning_rate = self.learning_rate(config.learning_rate, config.anneal)
         beta = config.beta + (1.0 - config.beta) * self.progress
         self._target.follow(self.count_of(config.target_counts))
         totals = torch.zeros(QObjective.terms)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from p2pdrl.config.task import ImpalaConfig
-from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss, annealed, rmsprop_or_adam
+from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss, rmsprop_or_adam
 from p2pdrl.rl.algorithms.batches import whole_unrolls
 from p2pdrl.rl.algorithms.returns import vtrace
 from p2pdrl.rl.distributions import PolicyOutputs, distribution
@@ -113,7 +113,7 @@ class Impala(Algorithm[Unroll]):
         ``rho`` is the mean of min(1, π/μ): 1 on-policy, less the further π is from the policy that acted.
         """
         config, unroll = self._config, batch
-        learning_rate = annealed(config.learning_rate, config.anneal, self.progress)
+        learning_rate = self.learning_rate(config.learning_rate, config.anneal)
         dtype = unroll.rewards_TB.dtype
         targets = {
             "actions": unroll.actions,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from p2pdrl.config.task import OffPolicyOptions
-from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss, SoftCopy, TargetNetwork, annealed
+from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss, SoftCopy, TargetNetwork
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import Forward, GradientEngine, Minibatch, Objective, Outputs, Summed
 from p2pdrl.rl.sources.replay import ReplayBatch, Transitions
@@ -145,7 +145,7 @@ class OffPolicy(Algorithm[ReplayBatch]):
         config = self._config
         given = (config.actor_learning_rate, getattr(config, "temperature_learning_rate", None))
         first = (config.learning_rate, *(config.learning_rate if rate is None else rate for rate in given))
-        return Rates(*(annealed(rate, config.anneal, self.progress) for rate in first))
+        return Rates(*(self.learning_rate(rate, config.anneal) for rate in first))
 
     @abstractmethod
     def gradient_step(self, drawn: Transitions, rates: Rates) -> GradientStep:

@@ -46,7 +46,6 @@ from p2pdrl.rl.algorithms.algorithm import (
     LinearSchedule,
     Loss,
     TargetNetwork,
-    annealed,
     rmsprop_or_adam,
 )
 from p2pdrl.rl.algorithms.batches import full_batch
@@ -103,7 +102,7 @@ class OnlineQ(Algorithm[Unroll]):
     def update(self, batch: Unroll) -> dict[str, float]:
         """Improve the action values on one unroll, in place, and return what the monitors plot."""
         config = self._config
-        learning_rate = annealed(config.learning_rate, config.anneal, self.progress)
+        learning_rate = self.learning_rate(config.learning_rate, config.anneal)
         self._target.follow(self.count_of(config.target_counts))
         unroll, returns_TB = self._returns(batch)
         if not unroll.valid_TB.any():  # Sarsa's first steps: what follows them isn't known yet

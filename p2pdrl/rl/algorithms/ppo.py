@@ -118,7 +118,7 @@ class PPO(Algorithm[Unroll]):
         whose ratio was outside of 1 ± ε; ``clip`` is ε, while it falls.
         """
         config, unroll = self._config, batch
-        learning_rate = annealed(config.learning_rate, config.anneal, self.progress)
+        learning_rate = self.learning_rate(config.learning_rate, config.anneal)
         clip = annealed(config.clip, config.clip_anneal, self.progress)
         self._loss.objective = replace(self._objective, clip=clip)
         each = config.normalize_advantages and config.normalize_over == "minibatch"

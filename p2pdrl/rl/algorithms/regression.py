@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from p2pdrl.config.task import RegressionConfig
-from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss, annealed
+from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import GradientEngine, Minibatch, Objective, Summed
 from p2pdrl.rl.networks.layers import Dense, in_pairs, initialise, mlp
@@ -106,7 +106,7 @@ class Regression(Algorithm[RowBatch]):
         rest_s = max(least_s - (self._clock() - start), 0.0) + self._delay_s
         if rest_s > 0.0:
             self._sleep(rest_s)
-        learning_rate = annealed(config.learning_rate, config.anneal, self.progress)
+        learning_rate = self.learning_rate(config.learning_rate, config.anneal)
         norm = self._loss.apply(learning_rate, samples=rows)
         finite = math.isfinite(norm)
         return {

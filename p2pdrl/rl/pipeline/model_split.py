@@ -57,6 +57,8 @@ class ModelSplit(Generic[Outputs]):
 
     ends_update = False
 
+    scattered = True
+
     def __init__(
         self,
         parts: ModelParts[Outputs],

@@ -449,6 +449,7 @@ class Pipelined(Rank[Outputs]):
     """
 
     ends_update = False
+    scattered = True
 
     def __init__(
         self,

@@ -87,12 +87,17 @@ class Source(ABC, Generic[BatchT]):
     def commit(self) -> None:
         """Note that the update with the last batch is done: it won't be handed out again."""
 
-    def share(self, rank: int, learners: int) -> None:
+    def share(self, rank: int, learners: int) -> float:
         """Take the part of the data that is this learner's; no effect where data aren't divided.
 
         Args:
             rank: of this learner, from 0; the parts of all ranks below ``learners`` are the whole.
+
+        Returns:
+            How long a batch is from now on, in parts of what it is for a single learner.
         """
+        del rank, learners
+        return 1.0
 
     def publish(self, version: int) -> None:
         """Hand the current parameters, policy version ``version``, to the actors."""

@@ -38,6 +38,8 @@ __all__ = [
 ]
 
 Array = npt.NDArray[Any]
+LEAST_STEPS = 8
+"""Of an environment's share of an unroll: returns that look ahead less than this lean on values too much."""
 BatchT_co = TypeVar("BatchT_co", bound=Batch, covariant=True)
 
 
@@ -171,10 +173,18 @@ class InlineSource(Source[BatchT]):
     def __init__(self, collector: Collector, reader: UnrollReader[BatchT]) -> None:
         self._collector = collector
         self._reader = reader
+        self._steps = collector.unroll_steps
 
     def next(self) -> BatchT:
-        """Run T steps in every environment, or fewer where it is preempted."""
-        return self._reader.read(self._collector.collect(self.preempted))
+        """Run T steps in every environment, or our share of them; fewer where it is preempted."""
+        return self._reader.read(self._collector.collect(self.preempted, steps=self._steps))
+
+    def share(self, rank: int, learners: int) -> float:
+        """Divide the steps of each environment; no learner makes fewer than `LEAST_STEPS` of them."""
+        del rank
+        whole = self._collector.unroll_steps
+        self._steps = min(whole, max(round(whole / learners), LEAST_STEPS))
+        return self._steps / whole
 
     def close(self) -> None:
         """Close the environments."""

@@ -53,6 +53,9 @@ class Trainer:
     def publish(self) -> None:
         """Nobody else acts."""
 
+    def share(self, rank: int, learners: int, rate_power: float = 0.0) -> None:
+        """Steps are as long for all."""
+
     def step(self) -> SimpleNamespace:
         self.steps += 1
         self.total += 1

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from p2pdrl.config.node import ActorsConfig, DebugConfig, LearnerConfig, NodeConfig
-from p2pdrl.config.strategy import HogwildConfig, LocalConfig
+from p2pdrl.config.strategy import AdpsgdConfig, GradAverageConfig, HogwildConfig, LocalConfig
 from p2pdrl.config.task import A2CConfig, EnvConfig, NetworkConfig, PPOConfig, TaskConfig
 from p2pdrl.errors import PeerRefusedError, WorkerError
 from p2pdrl.node.state import state_transfer
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 from p2pdrl.testing.memory_transport import MemoryNetwork
 from p2pdrl.transport.protocol import Refusal
-from p2pdrl.workers.protocol import Report
+from p2pdrl.workers.protocol import DataShare, Report
 
 from .training_peers import GOSSIP, Peer
 
@@ -156,6 +156,23 @@ async def test_what_the_learner_is_told(pair, kinds):
     one.training.progress(0.5, 100)
     assert [type(message).__name__ for message in told] == ["LearnerPace", "Progress"]
     assert one.training.paused
+
+
+async def test_learners_that_average_share_out_an_update_while_they_do(pair):
+    one, two = pair
+    told: list[object] = []
+    one.training.supervisor.tell = told.append
+    rank = sorted([one.id, two.id]).index(one.id)
+    for config, share in (
+        (LocalConfig(), None),
+        (AdpsgdConfig(), DataShare(rank, 2, rate_power=0.5)),
+        (GradAverageConfig(), DataShare(rank, 2)),
+        (LocalConfig(), DataShare(0, 1)),
+    ):
+        told.clear()
+        one.training.mode.config = config
+        one.training.divide_data()
+        assert told == ([] if share is None else [share])
 
 
 async def test_the_learner_begins_with_the_others_moments(pair, monkeypatch):

@@ -31,15 +31,17 @@ def test_a_file_and_json(tmp_path):
     file.write_text('nodes = 3\nsize = 500\nlinks = "wan"\n[[machines]]\nupdate_s = 0.2\n')
     done = run("--file", str(file), "--seconds", "5", "--strategy", "sgp", "--strategy", "local", "--json")
     found = json.loads(done.stdout)
-    assert [one["strategy"] for one in found["forecasts"]] == ["sgp", "local"]
+    assert [one["label"] for one in found["strategies"]] == ["sgp", "local"]
+    assert found["strategies"][1]["speedup"] == 1.0
     assert found["swarm"]["size"] == 500
 
 
 def test_the_real_strategies():
     words = ("--nodes", "3", "--seconds", "4", "--strategy", "adpsgd", "--strategy", "grad_average", "--json")
-    real, said = (json.loads(run(*words, *more).stdout)["forecasts"] for more in (["--real"], []))
+    real, said = (json.loads(run(*words, *more).stdout)["strategies"] for more in (["--real"], []))
     for one, other in zip(real, said, strict=True):
-        assert abs(one["rounds_s"] / other["rounds_s"] - 1) < 0.15
+        assert abs(one["forecast"]["rounds_s"] / other["forecast"]["rounds_s"] - 1) < 0.15
+        assert abs(one["speedup"] / other["speedup"] - 1) < 0.15
     assert real != said
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.config.loader import resolve
+from p2pdrl.errors import UsageError
 from p2pdrl.planner.description import LAN
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
@@ -168,15 +170,30 @@ def test_costs_are_measured(virtual):
     assert min(costs.gradient_s, costs.row_s) >= 0
 
 
-def test_a_setting_follows_the_number_of_nodes(script):
+def test_a_setting_says_which_nodes_are_slow_and_what_is_told_of_it(script):
+    costs = script.Costs()
     setting = script.Setting(
-        "split", "cartpole", (), 475.0, -1.0, 0.5, "lan", script.Costs()
+        "slow", "cartpole", ("task.scaling=batch",), 475.0, "lan", costs, ("1x10",), ((60.0, 2),)
+    )
+    assert setting.factors(3) == (1.0, 1.0, 10.0)
+    with pytest.raises(UsageError, match="COUNTxFACTOR"):
+        setting.factors(0)
+    assert setting.task(3).seed == 3
+    told = setting.row(3, 3)
+    assert (told["scaling"], told["slow"], told["members"]) == ("batch", "1x10", "60:2")
+
+
+def test_nodes_come_and_go_while_it_trains(script):
+    sets = ("task.evaluation.every=2000", "task.stop.env_steps=8000", "task.evaluation.episodes=1")
+    setting = script.Setting(
+        "elastic", "cartpole", sets, 500.0, "lan", script.Costs(0.002, 0.001), members=((1.0, 3), (3.0, 1))
     )  # fmt: skip
-    tasks = {nodes: setting.task(nodes, 3) for nodes in (1, 4)}
-    assert {nodes: task.algorithm.unroll_steps for nodes, task in tasks.items()} == {1: 128, 4: 32}
-    assert tasks[4].algorithm.learning_rate == pytest.approx(2 * tasks[1].algorithm.learning_rate)
-    assert tasks[4].seed == 3
-    assert setting.row(4, 3)["unroll"] == 32
+    row = script.run_virtual(setting, 2, 4)
+    curve = json.loads(row["curve"])
+    assert row["solved"] == 0
+    # 1,000 steps a second of two nodes, 1,500 of three, 500 of one
+    assert 1000 * 1 + 1500 * 2 < curve[-1][1] < 9500
+    assert curve[-1][0] > 1 + 2 + (8000 - 1000 - 3000) / 500 * 0.8
 
 
 def row(name, nodes, seed, seconds, samples, *, solved=True, best=500.0):

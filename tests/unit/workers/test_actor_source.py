@@ -287,6 +287,21 @@ def test_an_actor_that_is_late_is_waited_for_so_long_and_once(pools):
     assert not pool.trainer.ready
 
 
+@pytest.mark.parametrize(
+    ("learners", "share", "columns"), [(1, 1.0, 4), (2, 0.5, 2), (3, 0.25, 1), (9, 0.25, 1)]
+)
+def test_of_a_divided_update_a_learner_has_whole_unrolls_of_fewer_actors(pools, learners, share, columns):
+    pool = pools(TaskConfig(env=EnvConfig(num_envs=4), network=MLP, algorithm=A2C), actors=4)
+    pool.trainer.share(0, learners)
+    pool.trainer.publish()
+    assert pool.act() == [0, 1, 2, 3]
+    stats = pool.step()
+    assert stats.env_steps == A2C.unroll_steps * columns
+    assert stats.metrics.get("batch_share", 1.0) == share
+    assert sorted(pool.act()) == list(range(columns)), "only whose unroll was used begins another"
+    assert pool.source.ready
+
+
 def test_an_update_that_breaks_off_has_used_nothing_up(pools):
     pool = pools(TaskConfig(env=CARTPOLE, network=MLP, algorithm=A2C))
     pool.trainer.publish()

@@ -182,10 +182,11 @@ async def test_they_divide_the_nodes_part_of_the_data(plan, make, until):
     await it.learners.change(LearnerMode(learners=2), 1)
     (worker,) = it.learners.workers
     assert (it.first.told[DataShare], worker.told[DataShare]) == (DataShare(2, 6), DataShare(3, 6))
-    it.learners.divide(DataShare(0, 2))
-    assert (it.first.told[DataShare], worker.told[DataShare]) == (DataShare(0, 4), DataShare(1, 4))
+    it.learners.divide(DataShare(0, 2, rate_power=0.5))
+    parts = DataShare(0, 4, rate_power=0.5), DataShare(1, 4, rate_power=0.5)
+    assert (it.first.told[DataShare], worker.told[DataShare]) == parts
     await it.learners.change(FREE, 2)
-    assert it.first.told[DataShare] == DataShare(0, 2)
+    assert it.first.told[DataShare] == DataShare(0, 2, rate_power=0.5)
 
 
 async def test_a_gpu_works_alone(plan, make):

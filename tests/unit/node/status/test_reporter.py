@@ -20,7 +20,7 @@ from p2pdrl.workers.protocol import Crashed
 STATUS = (
     "name id swarm_id address pid version mode mode_epoch mode_error strategy accounting lineage "
     "state members policy_version env_steps "
-    "swarm_env_steps steps_per_s swarm_steps_per_s mean_return episodes episodes_in_window updates "
+    "swarm_env_steps steps_per_s swarm_steps_per_s speedup mean_return episodes episodes_in_window updates "
     "consensus_distance loop_lag_s rss_bytes bytes_in bytes_out exchanges learner stop healthy reasons "
     "uptime_s data_dir last_checkpoint pipeline trains collects role stage bubble actors "
     "evaluation experience inference"
@@ -89,6 +89,7 @@ async def test_status_has_exactly_the_promised_keys(figures, full):
     assert (status["env_steps"], status["swarm_env_steps"], status["updates"]) == (800, 800, 2)
     assert status["consensus_distance"] == 0.25
     assert status["swarm_steps_per_s"] == pytest.approx(50.0)
+    assert status["speedup"] == {"times": 1.0, "nodes": 2, "rows": 512, "critical_rows": None}
     assert (status["healthy"], status["reasons"]) == (True, [])
     msgspec.json.encode(status)
 

@@ -1,0 +1,100 @@
+"""Learners that share out an update: shorter batches, higher rates, and what peers did meanwhile."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from p2pdrl.config.task import (
+    A2CConfig,
+    EnvConfig,
+    ImpalaConfig,
+    NetworkConfig,
+    PPOConfig,
+    RegressionConfig,
+    TaskConfig,
+)
+from p2pdrl.rl.registry import build_trainer
+
+SEED = 3
+ENVIRONMENTS = 2
+
+
+def trainer(algorithm):
+    env = EnvConfig(num_envs=ENVIRONMENTS)
+    task = TaskConfig(env=env, network=NetworkConfig(hidden=(8,)), algorithm=algorithm)
+    return build_trainer(task, SEED, "cpu")
+
+
+def ppo(steps, **options):
+    return PPOConfig(unroll_steps=steps, epochs=2, minibatches=2, **options)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [ppo, lambda steps: A2CConfig(unroll_steps=steps), lambda steps: ImpalaConfig(unroll_steps=steps)],
+    ids=["ppo", "a2c", "impala"],
+)
+def test_a_quarter_of_an_update_is_one_of_a_quarter_of_its_steps(make):
+    shared, short = trainer(make(64)), trainer(make(16))
+    shared.share(1, 4)
+    for _ in range(3):
+        found, wanted = shared.step(), short.step()
+        assert found.env_steps == wanted.env_steps
+        assert found.metrics == {**wanted.metrics, "batch_share": 0.25}
+    np.testing.assert_array_equal(shared.flat, short.flat)
+
+
+@pytest.mark.parametrize(
+    ("steps", "learners", "each"),
+    [(64, 3, 21), (64, 5, 13), (64, 8, 8), (64, 100, 8), (20, 2, 10), (5, 4, 5)],
+)
+def test_no_share_is_shorter_than_returns_need(steps, learners, each):
+    learner = trainer(ppo(steps))
+    learner.share(0, learners, 0.5)
+    stats = learner.step()
+    assert ENVIRONMENTS * each * 0.8 < stats.env_steps <= ENVIRONMENTS * each
+    rate = PPOConfig().learning_rate
+    assert stats.metrics["learning_rate"] == pytest.approx(rate * math.sqrt(steps / each))
+
+
+def test_learners_come_and_go():
+    learner = trainer(ppo(64, anneal="linear"))
+    rate = PPOConfig().learning_rate
+    learner.set_progress(0.5)
+    rates, steps = [], []
+    for learners, power in ((1, 0.0), (4, 0.5), (2, 0.5), (2, 0.0), (1, 0.5)):
+        learner.share(0, learners, power)
+        stats = learner.step()
+        rates.append(stats.metrics["learning_rate"])
+        steps.append(stats.env_steps)
+    assert rates == pytest.approx([rate / 2 * factor for factor in (1, 2, math.sqrt(2), 1, 1)])
+    for made, whole in zip(steps, (64, 16, 32, 32, 64), strict=True):
+        assert ENVIRONMENTS * whole * 0.8 < made <= ENVIRONMENTS * whole
+
+
+def test_an_update_begins_with_what_peers_changed_while_its_batch_was_collected():
+    config = RegressionConfig(features=4, rows=64, batch_size=8)
+    late, early = (build_trainer(TaskConfig(algorithm=config), SEED, "cpu") for _ in range(2))
+    delta = np.arange(4, dtype=np.float32)
+    order = []
+
+    def collected():
+        order.append("collected")
+        late.add_delta(delta)
+
+    draw = late.source.next
+
+    def draws():
+        order.append("drawn")
+        return draw()
+
+    late.source.next = draws
+    late.collected = collected
+    late.step()
+    early.add_delta(delta)
+    early.step()
+    assert order == ["drawn", "collected"]
+    np.testing.assert_array_equal(late.flat, early.flat)
