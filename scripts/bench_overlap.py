@@ -14,12 +14,12 @@ saves of that time at best (`bound`: the shorter of backward pass and exchange),
     python scripts/bench_overlap.py
     python scripts/bench_overlap.py --mb-per-s 1250 --bytes 4
 
-``--measure`` does both for real instead of reckoning: processes that learn together through
-torch.distributed's gloo, each with one thread, over a loopback of their own (`unshare`) that the kernel holds
-to the links' rate (`tc tbf`; root's business, or that of a user namespace). Each update is made once per way,
-in turns: gradients in one all-reduce after the backward pass, and in buckets, each on its way as soon as its
-parameters' gradients are there. Printed: median seconds of an update, wall and processor, and the ratio of
-one message's wall seconds to theirs.
+``--measure`` does it for real: processes that learn together through torch.distributed's gloo, each with one
+thread, over a loopback of their own (`unshare`) that the kernel holds to the links' rate (`tc tbf`; root's
+business, or that of a user namespace). Each update is made once per way, in turns: its gradients in one
+all-reduce after the backward pass; then, too, but in buckets, of which one is on its way while others are
+copied (`late`); and in buckets that leave as soon as their gradients are there (`early`). Printed: median
+seconds of an update, wall and processor, and the ratio of one message's wall seconds to theirs.
 
     python scripts/bench_overlap.py --measure --nodes 2 --bytes 4
 """
@@ -164,12 +164,14 @@ class SumStepper(OwnStepper):
     """Steps with the mean of all ranks' gradients, which travel as ``dtype``.
 
     Attributes:
-        bucket: bytes of float32 after which gradients leave; 0 for all at once after the backward pass.
+        bucket: bytes of float32 after which gradients leave; 0 for all at once.
+        early: whether they leave while the backward pass goes on.
     """
 
     def __init__(self, module: torch.nn.Module, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self.bucket = 0
+        self.bucket, self.early = 0, False
+        self._full: list[list[Tensor]] = []
         self._open: list[Tensor] = []
         self._gathered = 0
         self._on_their_way: list[tuple[torch.distributed.Work, Tensor, list[Tensor]]] = []
@@ -182,15 +184,23 @@ class SumStepper(OwnStepper):
         self._open.append(parameter.grad)
         self._gathered += 4 * parameter.numel()
         if self.bucket and self._gathered >= self.bucket:
-            self._leave()
+            self._close()
+            if self.early:
+                self._leave()
+
+    def _close(self) -> None:
+        """The next gradient begins another bucket."""
+        if self._open:
+            self._full.append(self._open)
+        self._open, self._gathered = [], 0
 
     def _leave(self) -> None:
-        """Begin to sum what is ready: one vector, as everywhere in the order in which it became so."""
-        if self._open:
-            flat = torch.cat([gradient.reshape(-1) for gradient in self._open]).to(self._dtype)
+        """Begin to sum what is full, as everywhere in the order in which it became so."""
+        for bucket in self._full:
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).to(self._dtype)
             if (work := torch.distributed.all_reduce(flat, async_op=True)) is not None:
-                self._on_their_way.append((work, flat, self._open))
-        self._open, self._gathered = [], 0
+                self._on_their_way.append((work, flat, bucket))
+        self._full = []
 
     def step(
         self,
@@ -202,6 +212,7 @@ class SumStepper(OwnStepper):
         left: int,
     ) -> float:
         """See `OwnStepper`."""
+        self._close()
         self._leave()
         ranks = torch.distributed.get_world_size()
         for work, flat, gradients in self._on_their_way:
@@ -227,16 +238,16 @@ def run_rank(arguments: argparse.Namespace) -> None:
         timeout=dt.timedelta(seconds=120),
     )
     trainer = build_trainer(resolve(files=[preset], sets=sets).config.task, 1, "cpu")
-    ways = (0.0, *BUCKETS_MB)
-    walls: dict[float, list[float]] = {way: [] for way in ways}
-    processors: dict[float, list[float]] = {way: [] for way in ways}
+    ways = ((0.0, False), *((size, early) for size in BUCKETS_MB for early in (False, True)))
+    walls: dict[tuple[float, bool], list[float]] = {way: [] for way in ways}
+    processors: dict[tuple[float, bool], list[float]] = {way: [] for way in ways}
     with contextlib.closing(trainer):
         stepper = SumStepper(trainer.policy, DTYPES[arguments.bytes])
         trainer.stepper = stepper
         trainer.step()
         for _ in range(arguments.updates):
             for way in ways:
-                stepper.bucket = int(way * 1e6)
+                stepper.bucket, stepper.early = int(way[0] * 1e6), way[1]
                 torch.distributed.barrier()
                 began_s, used_s = time.perf_counter(), time.process_time()
                 trainer.step()
@@ -250,21 +261,28 @@ def run_rank(arguments: argparse.Namespace) -> None:
     if len({float(total) for total in sums}) > 1:
         raise SystemExit(f"the ranks' parameters differ: {sums}")
     if rank == 0:
+        whole_s = statistics.median(walls[ways[0]])
         for way in ways:
             wall_s = statistics.median(walls[way])
             print(
-                f"{case:50} {size:>10,} {'one message' if not way else f'{way:g} MB':>12} {wall_s:>8.3f} "
-                f"{statistics.median(processors[way]):>8.3f} {statistics.median(walls[0.0]) / wall_s:>6.3f}",
+                f"{case:50} {size:>10,} {words(way):>14} {wall_s:>8.3f} "
+                f"{statistics.median(processors[way]):>8.3f} {whole_s / wall_s:>6.3f}",
                 flush=True,
             )
     torch.distributed.destroy_process_group()
+
+
+def words(way: tuple[float, bool]) -> str:
+    """Name a way for the table."""
+    size, early = way
+    return f"{size:g} MB {'early' if early else 'late'}" if size else "one message"
 
 
 def measure_together(arguments: argparse.Namespace) -> None:
     """Have each case trained by ``nodes`` processes behind links of ``mb_per_s`` each."""
     if shutil.which("unshare") is None or shutil.which("tc") is None:
         raise SystemExit("this takes Linux with unshare (util-linux), ip and tc (iproute2)")
-    print(f"{'case':50} {'parameters':>10} {'way':>12} {'wall s':>8} {'CPU s':>8} {'ratio':>6}")
+    print(f"{'case':50} {'parameters':>10} {'way':>14} {'wall s':>8} {'CPU s':>8} {'ratio':>6}")
     for case in arguments.cases:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
