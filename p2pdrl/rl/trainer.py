@@ -33,6 +33,8 @@ from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 
 __all__ = ["PeriodicEvaluation", "Pipelineable", "StepStats", "Trainer"]
 
+LEAST_MINIBATCHES = 4
+"""Of a share that is cut further."""
 Vector = npt.NDArray[np.float32]
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -428,10 +430,14 @@ class Trainer:
             rank: of this learner, from 0.
             learners: who have a part each.
             rate_power: with batches of 1/n of their length, learning rates are n to this power times those of
-                the configuration.
+                the configuration. Where it isn't 0 parameters are averaged, after each update: then shares are
+                cut further, √n times if they can be, for what learners do apart from each other is to be short.
         """
-        self._batch_share = self.source.share(rank, learners)
-        self.algorithm.rate_factor = self._batch_share**-rate_power
+        algorithm = self.algorithm
+        cuts = min(round(learners**0.5), algorithm.minibatches // LEAST_MINIBATCHES) if rate_power else 1
+        algorithm.cuts = cuts = max(1, min(cuts, self.source.most_cuts(learners)))
+        self._batch_share = self.source.share(rank, learners * cuts)
+        algorithm.rate_factor = min(1.0, self._batch_share * cuts) ** -rate_power
 
     def close(self) -> None:
         """Close the source and the split engine's devices."""

@@ -154,6 +154,9 @@ class Algorithm(ABC, Generic[BatchT]):
         env_steps: that the whole swarm has made, as far as known; set before updates.
         policy_version: of the parameters as an update begins; set before each.
         rate_factor: times what the configuration says is the learning rate; set before updates.
+        minibatches: that each pass over an unroll is cut into, as the configuration says.
+        cuts: into how many shorter ones an update is cut, each with as many times fewer minibatches; set
+            before updates.
     """
 
     losses: Sequence[Loss[Any]]
@@ -162,6 +165,8 @@ class Algorithm(ABC, Generic[BatchT]):
     env_steps: int = 0
     policy_version: int = 0
     rate_factor: float = 1.0
+    minibatches: int = 1
+    cuts: int = 1
 
     def learning_rate(self, configured: float, anneal: Literal["none", "linear"]) -> float:
         """Return the learning rate at the swarm's progress and size."""

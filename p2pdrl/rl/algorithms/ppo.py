@@ -98,6 +98,7 @@ class PPO(Algorithm[Unroll]):
         generator: torch.Generator,
     ) -> None:
         self._config = config
+        self.minibatches = config.minibatches
         self._flat = flat
         self._generator = generator
         self._objective = PPOObjective(
@@ -144,7 +145,7 @@ class PPO(Algorithm[Unroll]):
             },
         )
         size = len(full.inputs)
-        minibatch_size = math.ceil(size / config.minibatches)
+        minibatch_size = math.ceil(size / max(1, round(self.minibatches / self.cuts)))
         totals = torch.zeros(5, device=self._flat.device)
         steps = skipped = 0
         gradient_norm = 0.0

@@ -99,6 +99,11 @@ class Source(ABC, Generic[BatchT]):
         del rank, learners
         return 1.0
 
+    def most_cuts(self, learners: int) -> int:
+        """Into how many batches each share of so many learners can be cut further, and still be useful."""
+        del learners
+        return 1
+
     def publish(self, version: int) -> None:
         """Hand the current parameters, policy version ``version``, to the actors."""
 

@@ -40,6 +40,8 @@ __all__ = [
 Array = npt.NDArray[Any]
 LEAST_STEPS = 8
 """Of an environment's share of an unroll: returns that look ahead less than this lean on values too much."""
+SHORT_STEPS = 32
+"""Of a share that is cut further: returns look ahead far enough."""
 BatchT_co = TypeVar("BatchT_co", bound=Batch, covariant=True)
 
 
@@ -185,6 +187,10 @@ class InlineSource(Source[BatchT]):
         whole = self._collector.unroll_steps
         self._steps = min(whole, max(round(whole / learners), LEAST_STEPS))
         return self._steps / whole
+
+    def most_cuts(self, learners: int) -> int:
+        """No cut is shorter than `SHORT_STEPS`."""
+        return max(1, self._collector.unroll_steps // (SHORT_STEPS * learners))
 
     def close(self) -> None:
         """Close the environments."""

@@ -60,6 +60,20 @@ def test_no_share_is_shorter_than_returns_need(steps, learners, each):
     assert stats.metrics["learning_rate"] == pytest.approx(rate * math.sqrt(steps / each))
 
 
+def test_long_shares_are_cut_further_where_parameters_are_averaged():
+    shared, short = (
+        trainer(PPOConfig(unroll_steps=steps, epochs=2, minibatches=count, learning_rate=rate))
+        for steps, count, rate in ((256, 16, 1e-3), (32, 8, 2e-3))
+    )
+    shared.share(0, 4, 0.5)
+    for _ in range(2):
+        found, wanted = shared.step().metrics, short.step().metrics
+        assert found == {**wanted, "batch_share": 1 / 8}
+    np.testing.assert_array_equal(shared.flat, short.flat)
+    shared.share(0, 4, 0.0)
+    assert shared.step().metrics["gradient_steps"] == 2 * 16, "averaged gradients keep replicas together"
+
+
 def test_learners_come_and_go():
     learner = trainer(ppo(64, anneal="linear"))
     rate = PPOConfig().learning_rate
