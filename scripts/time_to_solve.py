@@ -328,6 +328,27 @@ def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
     save(figure, path)
 
 
+def sentence(rows: Sequence[Mapping[str, str]], arguments: argparse.Namespace) -> str:
+    """Say what several nodes gain over the quickest single one, by rows that were measured before."""
+    rows = [row for row in rows if row["preset"] == arguments.preset and float(row["goal"]) == arguments.goal]
+    settings = grouped(rows).get((arguments.preset, f"{arguments.goal}"), {})
+    alone = single(settings)
+    together = [
+        (seconds, len(by_nodes[arguments.tell]))
+        for by_nodes in settings.values()
+        if arguments.tell in by_nodes and (seconds := middle(by_nodes[arguments.tell], "seconds")) is not None
+    ]
+    if alone is None or not together:
+        return f"{arguments.out}/runs.csv doesn't say what {arguments.tell} nodes bring."
+    (seconds, seeds), pace = min(together), float(rows[0]["pace_ms"])
+    source = f"(virtual swarms, median of {seeds} seeds, from {arguments.out}; not measured just now)"
+    return (
+        f"Machines whose environment takes {pace:g} ms a step solve {arguments.preset} in {seconds:.0f} s "
+        f"with {arguments.tell} nodes, in {alone[0]:.0f} s with one: {alone[0] / seconds:.1f} times as fast "
+        f"{source}."
+    )
+
+
 def moment(text: str) -> tuple[float, int]:
     """Read ``SECONDS:NODES``."""
     seconds, _, nodes = text.partition(":")
@@ -357,11 +378,17 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="virtual swarms at once")
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--table-only", action="store_true")
+    parser.add_argument(
+        "--tell", type=int, metavar="NODES", help="only say what those bring, by OUT/runs.csv"
+    )
     arguments = parser.parse_args()
     if not arguments.table_only and (arguments.preset is None or arguments.goal is None):
         parser.error("say which preset, and --goal")
     if arguments.real and (arguments.slow or arguments.members):
         parser.error("--slow and --members are about virtual swarms")
+    if arguments.tell is not None:
+        print(sentence(Rows(arguments.out / "runs.csv", FIELDS).read(), arguments))
+        return 0
     arguments.out.mkdir(parents=True, exist_ok=True)
     file = Rows(arguments.out / "runs.csv", FIELDS)
     if not arguments.table_only:

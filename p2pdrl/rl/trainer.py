@@ -430,12 +430,12 @@ class Trainer:
             rank: of this learner, from 0.
             learners: who have a part each.
             rate_power: with batches of 1/n of their length, learning rates are n to this power times those of
-                the configuration. Where it isn't 0 parameters are averaged, after each update: then shares are
-                cut further, √n times if they can be, for what learners do apart from each other is to be short.
+                the configuration. Unless it is 0, parameters are averaged, after each update: shares are then
+                cut further, up to n times, so that learners are apart for a short time only.
         """
         algorithm = self.algorithm
-        cuts = min(round(learners**0.5), algorithm.minibatches // LEAST_MINIBATCHES) if rate_power else 1
-        algorithm.cuts = cuts = max(1, min(cuts, self.source.most_cuts(learners)))
+        cuts = min(learners, algorithm.minibatches // LEAST_MINIBATCHES, self.source.most_cuts(learners))
+        algorithm.cuts = cuts = max(1, cuts) if rate_power else 1
         self._batch_share = self.source.share(rank, learners * cuts)
         algorithm.rate_factor = min(1.0, self._batch_share * cuts) ** -rate_power
 
