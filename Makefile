@@ -27,6 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	@$(BIN)/p2pdrl swarm up 3 --config cartpole
+	@$(BIN)/python scripts/time_to_solve.py cartpole --goal 475 --tell 3 --out docs/results/scaling
 
 # One worker runs the tests with real processes, which mostly wait, the other all the rest.
 test: $(STAMP)

@@ -203,6 +203,36 @@ def row(name, nodes, seed, seconds, samples, *, solved=True, best=500.0):
     return {key: str(value) for key, value in values.items()}
 
 
+def test_a_sentence_says_what_nodes_bring_and_where_that_is_from(script, tmp_path, monkeypatch, capsys):
+    from support.rows import Rows
+
+    file = Rows(tmp_path / "runs.csv", script.FIELDS)
+    for seed in (1, 2, 3):
+        for name, nodes, seconds in (
+            ("plain", 1, 100 + seed),
+            ("best", 1, 90 + seed),
+            ("plain", 3, 30 + seed),
+        ):
+            file.add(row(name, nodes, seed, seconds, 50_000) | {"pace_ms": "2.0"})
+    for nodes, words in (
+        (3, "in 32 s with 3 nodes, in 92 s with one: 2.9 times"),
+        (4, "doesn't say what 4 nodes"),
+    ):
+        arguments = [
+            "time_to_solve.py",
+            "cartpole",
+            "--goal",
+            "475",
+            "--tell",
+            str(nodes),
+            "--out",
+            str(tmp_path),
+        ]
+        monkeypatch.setattr(sys, "argv", arguments)
+        assert script.main() == 0
+        assert words in capsys.readouterr().out
+
+
 def test_the_table_compares_with_the_quickest_single_node(script):
     rows = [
         *(row("constant", 1, seed, 100 + seed, 50_000 + 1000 * seed) for seed in (1, 2, 3)),
