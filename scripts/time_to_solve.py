@@ -324,7 +324,7 @@ def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
         axis.set_xlabel("nodes")
         axis.set_ylabel("times as fast as one node")
         axis.set_title(f"{preset} to {goal}")
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=7, loc="lower right")
     save(figure, path)
 
 
