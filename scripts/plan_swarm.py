@@ -6,7 +6,7 @@
     python scripts/plan_swarm.py --file swarm.toml --strategy sgp --strategy param_average:every_updates=32
 
 A file has the keys of `p2pdrl.planner.description`: nodes, size, machines, links, update, pairs, churn and
-costs. `speed-up` is the fastest machine's time to a solved task over the swarm's (`p2pdrl.planner.solving`):
+costs. `speed-up` is the fastest machine's time to a solved task over the swarm's (`p2pdrl.planner.speedup`):
 learners that average share out each update (`task.scaling`), as far as it can be divided. All other figures
 are per node: updates per second of healthy machines, those of them made with others' newest work, bytes sent
 per second with all overhead, the learner's share of time spent waiting, seconds until nodes that differ have
@@ -33,7 +33,7 @@ from p2pdrl.planner.advice import TRUSTS, advise, choose
 from p2pdrl.planner.description import MAX_NODES, Churn, SwarmDescription
 from p2pdrl.planner.emulate import emulate
 from p2pdrl.planner.parsing import ALL_STRATEGIES, link_of, machines_of, strategy_of, swarm_of
-from p2pdrl.planner.solving import Solving, divided, label_of, parts_of, speedup, time_to_solve
+from p2pdrl.planner.speedup import Speedup, divided, label_of, parts_of, speedup, time_to_solve
 from support.plots import bars, check_path, lines, pyplot, save
 
 BITS = ("speed-up", "upd/s", "fresh/s", "MB/s", "waits", "agreed", "rounds/s", "refused", "lost", "stale")
@@ -70,13 +70,13 @@ def described(arguments: argparse.Namespace) -> SwarmDescription:
     return swarm_of(document)
 
 
-def row(solving: Solving) -> list[str]:
+def row(prediction: Speedup) -> list[str]:
     """One strategy's figures as text."""
-    one = solving.forecast
+    one = prediction.forecast
     agreed = f"{one.consensus_s:.2f} s" if one.consensus_s is not None else f"{one.left:.0%} left"
     return [
-        solving.label,
-        f"{solving.speedup:.2f}",
+        prediction.label,
+        f"{prediction.speedup:.2f}",
         f"{one.healthy_updates_s:.2f}",
         f"{one.fresh_updates_s:.2f}",
         f"{one.wire_out_s / 1e6:.3f}",
@@ -89,12 +89,12 @@ def row(solving: Solving) -> list[str]:
     ]
 
 
-def draw(solvings: list[Solving], swarm: SwarmDescription, path: Path) -> None:
+def draw(predictions: list[Speedup], swarm: SwarmDescription, path: Path) -> None:
     """Draw speed-up, traffic, waiting and agreement."""
     plt = pyplot()
     figure, axes = plt.subplots(2, 2, figsize=(11, 8))
-    names, forecasts = [one.label for one in solvings], [one.forecast for one in solvings]
-    sooner = {"time alone / time together": [one.speedup for one in solvings]}
+    names, forecasts = [one.label for one in predictions], [one.forecast for one in predictions]
+    sooner = {"time alone / time together": [one.speedup for one in predictions]}
     bars(axes[0][0], names, sooner, "the fastest machine's time to a solved task, over the swarm's")
     sent = {"sent": [one.wire_out_s / 1e6 for one in forecasts]}
     bars(axes[0][1], names, sent, "MB per second sent by a node, all overhead included")
@@ -104,8 +104,8 @@ def draw(solvings: list[Solving], swarm: SwarmDescription, path: Path) -> None:
     }
     bars(axes[1][0], names, shares, "per cent")
     curves = {
-        solving.label: [(max(s, 1e-3), p) for s, p in solving.forecast.walk if p > 1e-3]
-        for solving in solvings
+        prediction.label: [(max(s, 1e-3), p) for s, p in prediction.forecast.walk if p > 1e-3]
+        for prediction in predictions
     }
     curves = {name: walk for name, walk in curves.items() if len(walk) > 1}
     if curves:
@@ -176,13 +176,13 @@ def solve(
     strategy: StrategyConfig,
     *,
     real: bool | None = None,
-) -> Solving:
+) -> Speedup:
     """Predict one strategy, by a model of it or by itself."""
     if not (arguments.real if real is None else real):
         return time_to_solve(swarm, strategy, seconds=arguments.seconds, seed=arguments.seed)
     seconds = arguments.seconds or 60.0
     forecast = emulate(divided(swarm, strategy), strategy, seconds=seconds, seed=arguments.seed)
-    return Solving(
+    return Speedup(
         label=label_of(strategy),
         speedup=speedup(swarm, strategy, forecast),
         parts=parts_of(swarm, strategy),
@@ -206,27 +206,27 @@ def plan(arguments: argparse.Namespace) -> None:
         *ALL_STRATEGIES,
         *(() if arguments.real else (GradAverageConfig(backend="torch"),)),
     ]
-    solvings = [solve(arguments, swarm, one) for one in strategies]
-    chosen, doubled = choose(swarm, solvings, arguments.trust), None
+    predictions = [solve(arguments, swarm, one) for one in strategies]
+    chosen, doubled = choose(swarm, predictions, arguments.trust), None
     if chosen is not None and 2 * swarm.nodes <= MAX_NODES:
         twice = msgspec.structs.replace(swarm, nodes=2 * swarm.nodes)
-        doubled = solve(arguments, twice, strategies[solvings.index(chosen)], real=False)
-    advice = advise(swarm, solvings, arguments.trust, doubled)
+        doubled = solve(arguments, twice, strategies[predictions.index(chosen)], real=False)
+    advice = advise(swarm, predictions, arguments.trust, doubled)
     if arguments.json:
-        print(msgspec.json.encode({"swarm": swarm, "strategies": solvings, "advice": advice}).decode())
+        print(msgspec.json.encode({"swarm": swarm, "strategies": predictions, "advice": advice}).decode())
     else:
         table = Table(title=f"{swarm.nodes} nodes, {swarm.size:,} parameters; per node", title_justify="left")
         table.add_column("strategy", no_wrap=True)
         for name in BITS:
             table.add_column(name, justify="right")
-        for one in solvings:
+        for one in predictions:
             table.add_row(*row(one))
         console = Console(width=None if sys.stdout.isatty() else 110)
         console.print(table)
         for sentence in advice:
             console.print(sentence, highlight=False)
     if arguments.plot is not None:
-        draw(solvings, swarm, arguments.plot)
+        draw(predictions, swarm, arguments.plot)
 
 
 def main() -> None:

@@ -252,6 +252,9 @@ class Training:
         before: what this node did in this boot in other roles.
     """
 
+    _last_look: tuple[float, list[str]] = (float("-inf"), [])
+    """When living learners were last looked for, and who they were."""
+
     def __init__(
         self,
         *,
@@ -705,9 +708,9 @@ class Training:
         """Tell the learners which part of divided data, or of each update's, is theirs, if that is new.
 
         By our rank among the members of the strategy's group view, on which all agree, so that the gradients
-        of a round are over the whole data set; without a view among the living learners. It is asked before
-        each answer to the learner, so only the gradients that were under way when the members changed may
-        have missed a shard or had one twice.
+        of a round are over the whole data set; without a view among the living learners, looked for now and
+        then. It is asked before each answer to the learner, so only the gradients that were under way when a
+        view changed may have missed a shard or had one twice.
         """
         power = rate_power(self.task, self.mode.config)
         if power is None:
@@ -716,9 +719,18 @@ class Training:
             return
         group = self.mode.strategy.group
         view = None if group is None else group.view
-        members = sorted({self._me, *self._alive()}) if view is None else sorted(view.members)
+        members = self._living_learners() if view is None else sorted(view.members)
         if self._me in members:
             self.learners.divide(DataShare(members.index(self._me), len(members), power))
+
+    def _living_learners(self) -> list[str]:
+        """Ids of the learners that are alive, ourselves included, as of the last look."""
+        now_s = self._clock.monotonic()
+        looked_s, learners = self._last_look
+        if now_s >= looked_s + LOOK_EVERY_S:
+            learners = sorted({self._me, *self._alive()})
+            self._last_look = now_s, learners
+        return learners
 
     def share_moments(self) -> None:
         """Give the learner what everybody else's normalisers counted."""

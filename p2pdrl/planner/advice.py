@@ -7,7 +7,7 @@ from typing import Literal
 
 from p2pdrl.planner.description import SwarmDescription
 from p2pdrl.planner.forecast import Forecast
-from p2pdrl.planner.solving import Solving
+from p2pdrl.planner.speedup import Speedup
 
 __all__ = ["TRUSTS", "Trust", "advise", "choose"]
 
@@ -40,26 +40,26 @@ OPEN_TO_ANYBODY = ("adpsgd", "dsgd", "gala", "grad_average", "param_average")
 
 def advise(
     swarm: SwarmDescription,
-    solvings: Sequence[Solving],
+    predictions: Sequence[Speedup],
     trust: Trust = "lan",
-    doubled: Solving | None = None,
+    doubled: Speedup | None = None,
 ) -> list[str]:
     """Recommend in sentences, the recommendation first.
 
     Args:
         swarm: what was simulated.
-        solvings: one of each strategy.
+        predictions: one of each strategy.
         trust: whose machines they are.
         doubled: of the strategy that is recommended, with twice as many nodes.
     """
     if swarm.nodes < 2:
         return ["Take local: there is one node, and nobody to agree with."]
-    words = [f"{one.label} is out: {why}." for one in solvings if (why := _unfit(swarm, one, trust))]
-    if swarm.churn.kills_per_minute and all(one.forecast.kills == 0 for one in solvings):
-        seconds = max(one.forecast.seconds for one in solvings)
+    words = [f"{one.label} is out: {why}." for one in predictions if (why := _unfit(swarm, one, trust))]
+    if swarm.churn.kills_per_minute and all(one.forecast.kills == 0 for one in predictions):
+        seconds = max(one.forecast.seconds for one in predictions)
         words.append(f"No node was killed in the {seconds:.0f} s that were simulated: give more --seconds.")
-    fit = _fit(swarm, solvings, trust)
-    chosen = choose(swarm, solvings, trust)
+    fit = _fit(swarm, predictions, trust)
+    chosen = choose(swarm, predictions, trust)
     if chosen is None:
         best = max((one.speedup for one in fit), default=0.0)
         why = f"the best strategy comes to {best:.2f} times one machine" if fit else "no strategy fits"
@@ -71,23 +71,23 @@ def advise(
     return [*sentences, *words]
 
 
-def choose(swarm: SwarmDescription, solvings: Sequence[Solving], trust: Trust = "lan") -> Solving | None:
+def choose(swarm: SwarmDescription, predictions: Sequence[Speedup], trust: Trust = "lan") -> Speedup | None:
     """Return the strategy to take; None where one machine alone does about as well."""
-    near = [one for one in _near(_fit(swarm, solvings, trust)) if one.speedup >= WORTH]
+    near = [one for one in _near(_fit(swarm, predictions, trust)) if one.speedup >= WORTH]
     return min(near, key=lambda one: PREFERRED.index(one.label), default=None)
 
 
-def _fit(swarm: SwarmDescription, solvings: Sequence[Solving], trust: Trust) -> list[Solving]:
-    return [one for one in solvings if one.label in PREFERRED and not _unfit(swarm, one, trust)]
+def _fit(swarm: SwarmDescription, predictions: Sequence[Speedup], trust: Trust) -> list[Speedup]:
+    return [one for one in predictions if one.label in PREFERRED and not _unfit(swarm, one, trust)]
 
 
-def _near(fit: Sequence[Solving]) -> list[Solving]:
+def _near(fit: Sequence[Speedup]) -> list[Speedup]:
     """Those that are about as good as the best."""
     best = max((one.speedup for one in fit), default=0.0)
     return [one for one in fit if one.speedup >= NEAR * best]
 
 
-def _doubling(swarm: SwarmDescription, chosen: Solving, doubled: Solving) -> str:
+def _doubling(swarm: SwarmDescription, chosen: Speedup, doubled: Speedup) -> str:
     """What twice as many machines would bring."""
     gain = doubled.speedup / chosen.speedup
     if gain < WORTH:
@@ -104,7 +104,10 @@ def _doubling(swarm: SwarmDescription, chosen: Solving, doubled: Solving) -> str
 
 
 def _reasons(
-    chosen: Solving, fit: Sequence[Solving], near: Sequence[Solving], swarm: SwarmDescription
+    chosen: Speedup,
+    fit: Sequence[Speedup],
+    near: Sequence[Speedup],
+    swarm: SwarmDescription,
 ) -> list[str]:
     forecast = chosen.forecast
     slow = " (the stragglers left aside)" if swarm.stragglers else ""
@@ -135,12 +138,12 @@ def _reasons(
     return reasons
 
 
-def _unfit(swarm: SwarmDescription, solving: Solving, trust: Trust) -> str:
+def _unfit(swarm: SwarmDescription, prediction: Speedup, trust: Trust) -> str:
     """Why a strategy doesn't fit; empty when it does."""
-    one = solving.forecast
-    if solving.label in ("local", "hogwild"):
+    one = prediction.forecast
+    if prediction.label in ("local", "hogwild"):
         return ""
-    if solving.label.endswith("(torch)") and trust != "own":
+    if prediction.label.endswith("(torch)") and trust != "own":
         return "torch.distributed listens without authentication, and not all machines are your own"
     if trust == "strangers" and one.strategy not in OPEN_TO_ANYBODY:
         return "with strangers in the swarm it can't bound what one bad node does"

@@ -6,17 +6,17 @@ from p2pdrl.config.strategy import AdpsgdConfig, GradAverageConfig, LocalConfig
 from p2pdrl.planner.advice import advise, choose
 from p2pdrl.planner.description import LAN, WAN, Churn, Machine, SwarmDescription, Update
 from p2pdrl.planner.parsing import ALL_STRATEGIES, link_of, machines_of
-from p2pdrl.planner.solving import Solving, time_to_solve
+from p2pdrl.planner.speedup import Speedup, time_to_solve
 
 EVERYTHING = (*ALL_STRATEGIES, GradAverageConfig(backend="torch"))
 
 
-def solvings(swarm: SwarmDescription) -> list[Solving]:
+def predictions(swarm: SwarmDescription) -> list[Speedup]:
     return [time_to_solve(swarm, one, seconds=30) for one in EVERYTHING]
 
 
 def advice(swarm: SwarmDescription, trust="lan") -> list[str]:
-    return advise(swarm, solvings(swarm), trust)
+    return advise(swarm, predictions(swarm), trust)
 
 
 def test_equal_machines_on_a_lan_average_gradients():
@@ -65,7 +65,7 @@ def test_ones_own_machines_may_use_torch():
 
 def test_thirty_home_machines_gossip_and_dont_wait_for_each_other():
     swarm = SwarmDescription(nodes=30, machines=(Machine(update_s=0.2),), links=(WAN,))
-    found = solvings(swarm)
+    found = predictions(swarm)
     adpsgd, rounds = (next(one for one in found if one.label == name) for name in ("adpsgd", "param_average"))
     assert adpsgd.forecast.lost > 0.3, "who is in an exchange refuses others"
     assert adpsgd.forecast.failed < 0.1, "and nobody has waited for that"
@@ -78,7 +78,7 @@ def test_thirty_home_machines_gossip_and_dont_wait_for_each_other():
 def test_where_nodes_gain_nothing_one_machine_does():
     tiny = Update(rows=100, parts=1, critical_rows=10)
     swarm = SwarmDescription(nodes=4, update=tiny)
-    found = solvings(swarm)
+    found = predictions(swarm)
     assert choose(swarm, found) is None
     assert advise(swarm, found)[0].startswith("Take local, the fastest machine alone")
 

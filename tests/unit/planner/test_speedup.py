@@ -15,7 +15,7 @@ from p2pdrl.config.strategy import (
 )
 from p2pdrl.planner.description import CallCosts, Machine, NodeLink, SwarmDescription, Update
 from p2pdrl.planner.parsing import ALL_STRATEGIES
-from p2pdrl.planner.solving import AVERAGED, MOST_UPDATES, Solving, divided, parts_of, time_to_solve
+from p2pdrl.planner.speedup import AVERAGED, MOST_UPDATES, Speedup, divided, parts_of, time_to_solve
 
 FREE = CallCosts(call_s=0, byte_s=0, post_s=0, call_bytes=0, background_bytes_s=0)
 FAST = NodeLink(delay_s=0, out_bytes_s=1e15, in_bytes_s=1e15)
@@ -33,7 +33,7 @@ def swarm(nodes: int, **changes: object) -> SwarmDescription:
     return SwarmDescription(nodes=nodes, **{**given, **changes})
 
 
-def solving(nodes: int, strategy: StrategyConfig, **changes: object) -> Solving:
+def predicted(nodes: int, strategy: StrategyConfig, **changes: object) -> Speedup:
     return time_to_solve(swarm(nodes, **changes), strategy, seconds=60)
 
 
@@ -48,44 +48,49 @@ def test_a_divided_update_takes_its_part_and_what_is_fixed():
 
 
 def test_exact_averages_of_a_divided_update_are_n_times_as_fast():
-    found = solving(4, GradAverageConfig())
+    found = predicted(4, GradAverageConfig())
     assert (found.label, found.parts) == ("grad_average", 4)
     assert found.speedup == pytest.approx(4.0, rel=0.05)
 
 
 def test_beyond_its_parts_an_update_grows_and_is_worth_less():
     few = Update(rows=1000, parts=4, fixed=0.0, critical_rows=1000)
-    found = solving(16, GradAverageConfig(), update=few)
+    found = predicted(16, GradAverageConfig(), update=few)
     # four times the data for each update: (1 + 4) / (1 + 1) as many rows, at sixteen times the rate
     assert found.speedup == pytest.approx(16 * 2 / 5, rel=0.05)
     large = msgspec.structs.replace(few, critical_rows=1e6)
-    assert solving(16, GradAverageConfig(), update=large).speedup == pytest.approx(16, rel=0.06)
+    assert predicted(16, GradAverageConfig(), update=large).speedup == pytest.approx(16, rel=0.06)
 
 
 def test_unknown_critical_rows_are_half_of_an_updates():
     unknown, half = (Update(rows=1000, parts=1, critical_rows=rows) for rows in (0.0, 500.0))
-    assert solving(4, StromConfig(), update=unknown).speedup == solving(4, StromConfig(), update=half).speedup
+    assert (
+        predicted(4, StromConfig(), update=unknown).speedup
+        == predicted(4, StromConfig(), update=half).speedup
+    )
 
 
 def test_nodes_that_never_meet_are_worth_the_fastest_of_them():
-    assert solving(4, LocalConfig()).speedup == 1.0
-    assert solving(1, AdpsgdConfig()).speedup == 1.0
+    assert predicted(4, LocalConfig()).speedup == 1.0
+    assert predicted(1, AdpsgdConfig()).speedup == 1.0
 
 
 def test_averaged_parameters_are_worth_a_little_less():
-    found = solving(2, AdpsgdConfig(every_updates=1, min_interval_s=0.0))
+    found = predicted(2, AdpsgdConfig(every_updates=1, min_interval_s=0.0))
     assert 1.6 * AVERAGED < found.speedup <= 2.0 * AVERAGED
 
 
 def test_the_fastest_machine_is_what_a_swarm_is_compared_with():
     machines = (Machine(update_s=1.0, jitter=0.0), Machine(update_s=1.0, factor=10.0, jitter=0.0))
-    found = solving(2, GradAverageConfig(), machines=machines)
+    found = predicted(2, GradAverageConfig(), machines=machines)
     assert found.speedup == pytest.approx(0.2, rel=0.1), "all wait for the slow one"
 
 
 def test_torch_is_told_apart_and_has_no_heads_to_send():
-    own = solving(8, GradAverageConfig(), size=10**7, links=(NodeLink(),), costs=CallCosts())
-    torch = solving(8, GradAverageConfig(backend="torch"), size=10**7, links=(NodeLink(),), costs=CallCosts())
+    own = predicted(8, GradAverageConfig(), size=10**7, links=(NodeLink(),), costs=CallCosts())
+    torch = predicted(
+        8, GradAverageConfig(backend="torch"), size=10**7, links=(NodeLink(),), costs=CallCosts()
+    )
     assert torch.label == "grad_average (torch)"
     # 2 · 7/8 of 20 MB at 125 MB/s, and an update of 1/8 s
     round_s = 2 * 7 / 8 * 2e7 / 1.25e8

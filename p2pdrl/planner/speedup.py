@@ -16,7 +16,7 @@ from p2pdrl.planner.description import SwarmDescription
 from p2pdrl.planner.forecast import Forecast
 from p2pdrl.planner.simulate import predict
 
-__all__ = ["MOST_UPDATES", "Solving", "divided", "label_of", "parts_of", "speedup", "time_to_solve"]
+__all__ = ["MOST_UPDATES", "Speedup", "divided", "label_of", "parts_of", "speedup", "time_to_solve"]
 
 MOST_UPDATES = 300_000
 """Simulated at most, all learners together, unless that were fewer than `LEAST_UPDATES` of each."""
@@ -29,7 +29,7 @@ STALE = 0.5
 """What an update counts that began on parameters which nobody else's work had reached since the last."""
 
 
-class Solving(msgspec.Struct, frozen=True, kw_only=True):
+class Speedup(msgspec.Struct, frozen=True, kw_only=True):
     """One strategy's time to the goal.
 
     Attributes:
@@ -61,7 +61,7 @@ def divided(swarm: SwarmDescription, strategy: StrategyConfig) -> SwarmDescripti
 
 def time_to_solve(
     swarm: SwarmDescription, strategy: StrategyConfig, *, seconds: float | None = None, seed: int = 0
-) -> Solving:
+) -> Speedup:
     """Simulate one strategy, and say how much sooner it solves the task.
 
     Args:
@@ -73,7 +73,7 @@ def time_to_solve(
     """
     parts = divided(swarm, strategy)
     forecast = predict(parts, strategy, seconds=seconds or _enough_s(parts), seed=seed)
-    return Solving(
+    return Speedup(
         label=label_of(strategy),
         speedup=speedup(swarm, strategy, forecast),
         parts=parts_of(swarm, strategy),
