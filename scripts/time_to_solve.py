@@ -12,6 +12,9 @@ is said), an environment step `--pace-ms`, a way over a link what `--link` says.
     gradients        of a node
     MB               sent by a node
 
+With `--learners 1` one node learns and all act (IMPALA, Ape-X); else all learn. `learner busy` is the part of
+its time that the learner computes, `staleness` how many versions old the policy was that acted.
+
 What changes with N is the task's own business (`task.scaling`); what else differs between settings is said by
 `--set`, and a name for a setting by `--name`. `--slow 1x10` has one of the nodes ten times slower; `--members
 60:8 120:2` has four more nodes join a swarm of four after a minute, and six of eight killed after two.
@@ -53,7 +56,8 @@ from p2pdrl.planner.description import LAN, LOOPBACK, WAN
 from p2pdrl.planner.parsing import machines_of
 from support.plots import COLOURS, pyplot, save
 from support.rows import Rows, command_line, commit
-from support.virtual_training import Costs, VirtualTraining, measured_costs
+from support.virtual_actors import VirtualActors
+from support.virtual_training import Costs, Judged, VirtualTraining, measured_costs
 
 __all__ = ["Setting", "run_virtual", "table"]
 
@@ -69,10 +73,12 @@ FIELDS = (
         "pace_ms",
         "link",
         "scaling",
+        "learners",
         "slow",
         "members",
     ),
     *("solved", "seconds", "samples", "node_steps", "gradients", "mb", "waited", "best", "wall_s", "busy"),
+    *("learner_busy", "staleness"),
     *("gradient_ms", "row_us", "commit", "command", "curve"),
 )
 LINKS = {"loopback": LOOPBACK, "lan": LAN, "wan": WAN}
@@ -90,6 +96,7 @@ class Setting:
         link: of `LINKS`.
         costs: of environment steps and gradients.
         slow: ``COUNTxFACTOR``: that many of the nodes are that many times slower.
+        learners: how many of the nodes learn; 0 for all.
         members: (seconds, nodes): how many are alive from then on.
     """
 
@@ -101,6 +108,7 @@ class Setting:
     costs: Costs
     slow: tuple[str, ...] = ()
     members: tuple[tuple[float, int], ...] = ()
+    learners: int = 0
 
     def sets_of(self, seed: int) -> list[str]:
         """What is set over the preset."""
@@ -145,6 +153,7 @@ class Setting:
             "pace_ms": 1000 * self.costs.env_step_s,
             "link": self.link,
             "scaling": task.scaling,
+            "learners": self.learners or nodes,
             "slow": " ".join(self.slow),
             "members": " ".join(f"{at_s:g}:{count}" for at_s, count in self.members),
             "gradient_ms": f"{1000 * self.costs.gradient_s:.3g}",
@@ -158,28 +167,55 @@ def run_virtual(setting: Setting, nodes: int, seed: int) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     began_s = time.perf_counter()
+    found = (all_learn if not setting.learners else one_learns)(setting, nodes, seed)
+    judged: Sequence[Judged] = found.pop("judged")
+    last = judged[-1] if judged else Judged(0.0, 0, float("nan"))
+    return setting.row(nodes, seed) | found | {
+        "kind": "virtual",
+        "seconds": round(last.seconds, 1),
+        "samples": last.env_steps,
+        "best": round(max((one.value for one in judged), default=float("nan")), 1),
+        "wall_s": round(time.perf_counter() - began_s, 1),
+        "busy": "",
+        "curve": json.dumps([(round(one.seconds, 1), one.env_steps, round(one.value, 1)) for one in judged]),
+    }  # fmt: skip
+
+
+def one_learns(setting: Setting, nodes: int, seed: int) -> dict[str, Any]:
+    """Train a swarm of one learner and many actors."""
+    task = setting.task(seed)
+    swarm = VirtualActors(
+        task, nodes, setting.costs, LINKS[setting.link], seed=seed, factors=setting.factors(nodes)
+    )
+    solved = swarm.run(setting.goal)
+    swarm.close()
+    return {
+        "judged": swarm.judged,
+        "solved": int(solved),
+        "node_steps": round(swarm.env_steps / nodes),
+        "gradients": swarm.gradients,
+        "mb": round(swarm.bytes_out / nodes / 1e6, 2),
+        "waited": "",
+        "learner_busy": round(swarm.busy_s / swarm.seconds, 3),
+        "staleness": round(statistics.mean(swarm.staleness), 1),
+    }
+
+
+def all_learn(setting: Setting, nodes: int, seed: int) -> dict[str, Any]:
+    """Train a swarm whose nodes all learn."""
     task = setting.task(seed)
     swarm = VirtualTraining(
         task, nodes, setting.costs, LINKS[setting.link], seed=seed, factors=setting.factors(nodes)
     )
     solved = swarm.run(setting.goal, plan=setting.plan)
-    last = swarm.judged[-1] if swarm.judged else None
-    seconds = last.seconds if last else 0.0
     waited_s = statistics.mean(learner.waited_s for learner in swarm.learners)
-    curve = [(round(one.seconds, 1), one.env_steps, round(one.value, 1)) for one in swarm.judged]
-    return setting.row(nodes, seed) | {
-        "kind": "virtual",
+    return {
+        "judged": swarm.judged,
         "solved": int(solved),
-        "seconds": round(seconds, 1),
-        "samples": last.env_steps if last else 0,
         "node_steps": round(swarm.env_steps / nodes),
         "gradients": round(statistics.mean(learner.gradients for learner in swarm.learners)),
         "mb": round(swarm.bytes_per_node / 1e6, 2),
-        "waited": round(waited_s / max(seconds, 1e-9), 3),
-        "best": round(max((one.value for one in swarm.judged), default=float("nan")), 1),
-        "wall_s": round(time.perf_counter() - began_s, 1),
-        "busy": "",
-        "curve": json.dumps(curve),
+        "waited": round(waited_s / max(swarm.judged[-1].seconds if swarm.judged else 0.0, 1e-9), 3),
     }
 
 
@@ -369,6 +405,8 @@ def main() -> int:
     )
     parser.add_argument("--members", type=moment, nargs="+", default=[], metavar="SECONDS:NODES",
                         help="how many nodes are alive from then on")  # fmt: skip
+    parser.add_argument("--learners", type=int, choices=(0, 1), default=0,
+                        help="how many nodes learn; all act (0: all learn)")  # fmt: skip
     parser.add_argument("--pace-ms", type=float, default=2.0, help="of one environment step")
     parser.add_argument("--gradient-ms", type=float, nargs=2, metavar=("EACH", "PER_1000_ROWS"),
                         help="what a gradient costs; measured here otherwise")  # fmt: skip
@@ -386,6 +424,8 @@ def main() -> int:
         parser.error("say which preset, and --goal")
     if arguments.real and (arguments.slow or arguments.members):
         parser.error("--slow and --members are about virtual swarms")
+    if arguments.learners and arguments.members:
+        parser.error("--members is about swarms whose nodes all learn")
     if arguments.tell is not None:
         print(sentence(Rows(arguments.out / "runs.csv", FIELDS).read(), arguments))
         return 0
@@ -411,7 +451,7 @@ def measure(file: Rows, arguments: argparse.Namespace) -> None:
     costs = replace(costs, env_step_s=arguments.pace_ms / 1000)
     setting = Setting(
         arguments.name or protocol_of(task.strategy), arguments.preset, tuple(arguments.sets), arguments.goal,
-        arguments.link, costs, tuple(arguments.slow), tuple(arguments.members),
+        arguments.link, costs, tuple(arguments.slow), tuple(arguments.members), arguments.learners,
     )  # fmt: skip
     there = {(row["name"], row["preset"], float(row["goal"]), int(row["nodes"]), int(row["seed"]))
              for row in file.read()}  # fmt: skip

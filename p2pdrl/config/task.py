@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -53,6 +54,7 @@ __all__ = [
     "minibatch_rows",
     "minibatches_of",
     "rate_power",
+    "relative_speeds",
     "task_hash",
 ]
 
@@ -783,6 +785,10 @@ def task_hash(task: TaskConfig) -> str:
     return hashlib.sha256(b"p2pdrl task\0" + canonical).hexdigest()[:32]
 
 
+LEAST_SPEED = 1.0 / 16.0
+"""Of the fastest learner's: whoever is slower has as large a part all the same."""
+
+
 def rate_power(task: TaskConfig, strategy: StrategyConfig) -> float | None:
     """Return by which power of its number of parts a divided update raises learning rates.
 
@@ -794,6 +800,19 @@ def rate_power(task: TaskConfig, strategy: StrategyConfig) -> float | None:
     if task.scaling == "none" or not algorithm.divides or strategy.averages == "nothing":
         return None
     return 0.5 if task.scaling == "auto" and strategy.averages == "parameters" else 0.0
+
+
+def relative_speeds(steps_per_s: Sequence[float]) -> list[float]:
+    """Return how fast learners are, that of the fastest one being 1: by what their parts of an update go.
+
+    In steps of √2, so that parts don't change with every look; `LEAST_SPEED` at least; 1 of those not known.
+    """
+    known = [speed for speed in steps_per_s if 0.0 < speed < math.inf]
+    fastest = max(known, default=1.0)
+    return [
+        2.0 ** (round(2.0 * math.log2(max(speed / fastest, LEAST_SPEED))) / 2.0) if speed in known else 1.0
+        for speed in steps_per_s
+    ]
 
 
 def batches_of(algorithm: AlgorithmOptions | RegressionConfig) -> int:

@@ -76,6 +76,10 @@ class NodeContext:
         roles = ((member.id, roles_in(member.tags)) for member in self.others_alive())
         return [node for node, has in roles if "actor" in has and not {"learner", "replay"} & set(has)]
 
+    def acting(self) -> list[str]:
+        """Ids of all of them that act, whoever learns from it."""
+        return [member.id for member in self.others_alive() if "actor" in roles_in(member.tags)]
+
     def shards(self) -> dict[str, Address]:
         """Those of them that hold a shard of the replay memory for learners on other nodes."""
         return {

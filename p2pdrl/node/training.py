@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from p2pdrl.config.task import (
     minibatch_rows,
     minibatches_of,
     rate_power,
+    relative_speeds,
     task_hash,
 )
 from p2pdrl.errors import ConfigError, WireError, WorkerError
@@ -41,7 +42,7 @@ from p2pdrl.node.children.group_process import GroupProcesses
 from p2pdrl.node.children.learner_pool import LearnerPool, pooled
 from p2pdrl.node.children.supervisor import LearnerPort, LearnerSupervisor
 from p2pdrl.node.events import EventLog
-from p2pdrl.node.experience.messages import learner_of
+from p2pdrl.node.experience.messages import acting_together, learner_of
 from p2pdrl.node.experience.policy import PolicyFollower
 from p2pdrl.node.experience.receiver import ExperienceReceiver
 from p2pdrl.node.experience.sampler import ReplaySampler
@@ -243,17 +244,21 @@ class Training:
         folder: where a replay memory is kept if it is to be on disk; None keeps none there.
         boot: of this node.
         actors: tells the other living nodes that act and don't learn.
+        acting: tells the other living nodes that act, whether they learn or not.
         heirs: tells those of them that would learn if nobody else did.
         learner_left: tells whether another node learns.
         trainers: tells those of the living learners that actors of other nodes may work for; None for all.
+        speeds: tells environment steps a second of the other living learners' own work, 0 for unknown.
         shards: tells the other living nodes that hold a shard of the replay memory.
         learning: told when this node begins to learn, which only acted before.
         stale: told how many versions old the policy of each unroll from another node was.
         before: what this node did in this boot in other roles.
     """
 
-    _last_look: tuple[float, list[str]] = (float("-inf"), [])
-    """When living learners were last looked for, and who they were."""
+    _last_look: tuple[float, dict[str, float]] = (float("-inf"), {})
+    """When living learners were last looked for, and how fast they are, by id."""
+    _last_divided_s = float("-inf")
+    """When environments were last divided among actors."""
 
     def __init__(
         self,
@@ -278,9 +283,11 @@ class Training:
         folder: Path | None = None,
         boot: int = 0,
         actors: Callable[[], Iterable[str]] = tuple,
+        acting: Callable[[], Iterable[str]] = tuple,
         heirs: Callable[[], Iterable[str]] = tuple,
         learner_left: Callable[[], bool] = lambda: True,
         trainers: Callable[[], dict[str, Address]] | None = None,
+        speeds: Callable[[], Mapping[str, float]] = dict,
         shards: Callable[[], dict[str, Address]] = dict,
         learning: Callable[[], None] = lambda: None,
         stale: Callable[[int], None] = lambda _: None,
@@ -290,7 +297,7 @@ class Training:
         self._direct = direct
         self._pipes = pipes
         self._entered = entered
-        self._heirs = heirs
+        self._others_acting, self._other_actors, self._heirs, self._speeds = acting, actors, heirs, speeds
         self._learner_left = learner_left
         self._alive, self._shards, self._named = alive, shards, named
         self._learning = learning
@@ -549,6 +556,7 @@ class Training:
             clock=self._clock,
             events=self._events,
             max_bytes=self._config.limits.max_vector_bytes,
+            divide=self.divide_environments,
         )
 
     def _make_replay_server(self, boot: int) -> ReplayServer:
@@ -712,6 +720,7 @@ class Training:
         then. It is asked before each answer to the learner, so only the gradients that were under way when a
         view changed may have missed a shard or had one twice.
         """
+        self.divide_environments()
         power = rate_power(self.task, self.mode.config)
         if power is None:
             if self.learners.share_told is not None:
@@ -719,16 +728,49 @@ class Training:
             return
         group = self.mode.strategy.group
         view = None if group is None else group.view
-        members = self._living_learners() if view is None else sorted(view.members)
+        speeds = self._living_learners()
+        members = sorted(speeds if view is None else view.members)
         if self._me in members:
-            self.learners.divide(DataShare(members.index(self._me), len(members), power))
+            rank = members.index(self._me)
+            relative = relative_speeds([speeds.get(member, 0.0) for member in members])
+            share = DataShare(rank, len(members), power, relative[rank], sum(relative))
+            if share != self.learners.share_told:
+                self.learners.divide(share)
 
-    def _living_learners(self) -> list[str]:
-        """Ids of the learners that are alive, ourselves included, as of the last look."""
+    def divide_environments(self) -> None:
+        """Assign this node's actors their part of a batch's environments, looked at now and then.
+
+        With n nodes that act for the same learner, or for learners that share out each update, each acts in
+        1/n of them; ε ladders are over all.
+        """
+        now_s = self._clock.monotonic()
+        if self.actors is None or now_s < self._last_divided_s + LOOK_EVERY_S:
+            return
+        self._last_divided_s = now_s
+        nodes = [self._me] if self.task.scaling == "none" else self._acting_together()
+        self.actors.divide(nodes.index(self._me), len(nodes))
+
+    def _acting_together(self) -> list[str]:
+        """Ids of the nodes whose unrolls go to the same batches as ours, ourselves included."""
+        if self.supervisor.requests.learner_mode.stages:
+            return sorted({self._me, *self.mode.strategy.members})
+        divided = rate_power(self.task, self.mode.config) is not None
+        return acting_together(
+            self._me,
+            self._others_acting(),
+            self._other_actors(),
+            [*self._alive(), *([self._me] if self.learns else [])],
+            joint=divided or (self._replays and bool(self._shards())),
+        )
+
+    def _living_learners(self) -> dict[str, float]:
+        """Steps a second of the learners that are alive, by id, ourselves included, as of the last look."""
         now_s = self._clock.monotonic()
         looked_s, learners = self._last_look
         if now_s >= looked_s + LOOK_EVERY_S:
-            learners = sorted({self._me, *self._alive()})
+            speeds = self._speeds()
+            learners = {node: speeds.get(node, 0.0) for node in self._alive()}
+            learners[self._me] = self.supervisor.busy_steps_per_s
             self._last_look = now_s, learners
         return learners
 

@@ -86,11 +86,11 @@ class Policy(nn.Module, ABC):
         """Take over what acting depends on in the algorithm's options; called once, before anything else."""
 
     def act_as(self, first: int, count: int, total: int) -> None:
-        """Tell which of an actor node's environments it acts in; called once, where that makes a difference.
+        """Tell which of all actors' environments it acts in, where that makes a difference.
 
         Args:
             first: number of the first one, of ``count`` in a row.
-            total: environments of the node.
+            total: environments of all actors.
         """
 
     def judge(self, obs_T1BX: Tensor, actions: Tensor) -> tuple[Tensor, Tensor] | None:

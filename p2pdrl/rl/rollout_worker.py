@@ -33,12 +33,13 @@ class RolloutWorker:
     Args:
         seed: of environments and actions.
         environments: how many of the task's.
-        first: number of the first one among those of this node.
-        total: environments of this node; None stands for ``environments``.
+        first: number of the first one among those of all actors.
+        total: environments of all actors; None stands for ``environments``.
         step_delay_s: seconds slept at each step of the environments.
         asked: acts; None has the policy here.
 
     Attributes:
+        environments: B.
         parameters_D: the policy's; written between two unrolls. None of them where it isn't here.
         obs_shape: of what observations are normalised with; (0,) where they aren't.
 
@@ -59,12 +60,13 @@ class RolloutWorker:
         asked: AskedPolicy | None = None,
     ) -> None:
         require_allowed(task, allow_import=allow_import)
+        self.environments = environments
         algorithm: Any = task.algorithm
         env_seed, action_seed = (int(word) for word in np.random.SeedSequence(seed).generate_state(2))
         config = msgspec.structs.replace(task.env, num_envs=environments)
         env = make_vector_env(config, env_seed, allow_import=allow_import, step_delay_s=step_delay_s)
         self._policy = entry_of(algorithm).policy(env.spec, task, drawn=asked is None)
-        self._policy.act_as(first, environments, environments if total is None else total)
+        self.act_as(first, environments if total is None else total)
         self.parameters_D: npt.NDArray[np.float32] = np.zeros(0, np.float32)
         if asked is None:
             flat = FlatModule(self._policy, torch.device("cpu"))
@@ -84,6 +86,10 @@ class RolloutWorker:
             precision=task.gradients.precision,
             asked=asked,
         )
+
+    def act_as(self, first: int, total: int) -> None:
+        """Take the environments for those from number ``first`` on, of ``total``."""
+        self._policy.act_as(first, self.environments, total)
 
     def collect(self, acting: ActingPolicy | None = None) -> RawUnroll:
         """Make an unroll with the parameters as they are now.

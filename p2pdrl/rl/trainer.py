@@ -49,6 +49,7 @@ class StepStats:
         metrics: the algorithm's own numbers, by name, its engines' and the source's.
         seconds: duration of the whole step.
         elsewhere: how much of that other nodes count.
+        acted: whether the environments were stepped meanwhile, in this process.
     """
 
     env_steps: int
@@ -56,6 +57,7 @@ class StepStats:
     metrics: dict[str, float]
     seconds: float
     elsewhere: CountedElsewhere = NOTHING_ELSEWHERE
+    acted: bool = False
 
 
 class PeriodicEvaluation(Protocol):
@@ -175,6 +177,8 @@ class Trainer:
         self.policy_version = 0
         self.collected: Callable[[], object] | None = None
         self._batch_share = 1.0
+        self._minibatch_share: float | None = None
+        """How long minibatches are, in parts of a single learner's; None before anything was shared out."""
         self.layout: Layout = flat.layout
         optimizers = (loss.optimizer for loss in algorithm.losses)
         self._stateful: tuple[Stateful, ...] = (*optimizers, *algorithm.targets, source)
@@ -202,7 +206,7 @@ class Trainer:
         if self._batch_share < 1.0:
             metrics["batch_share"] = self._batch_share
         took_s = self._clock() - start
-        return StepStats(batch.env_steps, episodes, metrics, took_s, self.source.elsewhere)
+        return StepStats(batch.env_steps, episodes, metrics, took_s, self.source.elsewhere, self.source.acts)
 
     @property
     def ready(self) -> bool:
@@ -423,7 +427,14 @@ class Trainer:
         self.algorithm.progress = min(max(fraction, 0.0), 1.0)
         self.algorithm.env_steps = env_steps
 
-    def share(self, rank: int, learners: int, rate_power: float = 0.0) -> None:
+    def share(
+        self,
+        rank: int,
+        learners: int,
+        rate_power: float = 0.0,
+        speed: float = 1.0,
+        total_speed: float = 0.0,
+    ) -> None:
         """Take one of the swarm's learners' part in each update.
 
         Args:
@@ -431,13 +442,28 @@ class Trainer:
             learners: who have a part each.
             rate_power: with batches of 1/n of their length, learning rates are n to this power times those of
                 the configuration. Unless it is 0, parameters are averaged, after each update: shares are then
-                cut further, up to n times, so that learners are apart for a short time only.
+                cut further, up to n times, so that learners are apart for a short time only; and a slower
+                learner's share has fewer minibatches, of as many rows as the others'.
+            speed: of this learner, that of the fastest one being 1. Parts are in proportion to it.
+            total_speed: of all of them, the n of these rules; 0 takes all for equally fast.
+
+        Gradients of minibatches with k times the rows have 1/k of the noise, of which their squares mostly
+        are: what optimizers remember of those is scaled along, or steps would be too short (or long) for as
+        long as they remember it, just when learners die or come.
         """
-        algorithm = self.algorithm
-        cuts = min(learners, algorithm.minibatches // LEAST_MINIBATCHES, self.source.most_cuts(learners))
-        algorithm.cuts = cuts = max(1, cuts) if rate_power else 1
-        self._batch_share = self.source.share(rank, learners * cuts)
-        algorithm.rate_factor = min(1.0, self._batch_share * cuts) ** -rate_power
+        algorithm, total = self.algorithm, total_speed or float(learners)
+        part = speed / total
+        cuts = min(round(total), algorithm.minibatches // LEAST_MINIBATCHES, self.source.most_cuts(part))
+        cuts = max(1, cuts) if rate_power else 1
+        algorithm.cuts = cuts / speed if rate_power else 1.0
+        self._batch_share = self.source.share(rank, learners, part / cuts)
+        whole = min(1.0, self._batch_share * cuts / speed)  # of one learner's update, and its minibatches
+        algorithm.rate_factor = whole**-rate_power
+        rows = whole if rate_power else 1.0
+        before, self._minibatch_share = self._minibatch_share, rows
+        if before is not None and before != rows:
+            for loss in algorithm.losses:
+                loss.optimizer.scale_squares(before / rows)
 
     def close(self) -> None:
         """Close the source and the split engine's devices."""

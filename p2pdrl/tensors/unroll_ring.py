@@ -20,7 +20,7 @@ Shapes: those of the items; one dimension of each is B, the environments of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -32,7 +32,16 @@ from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError, WireError
 from p2pdrl.tensors.layout import check_rows, check_text
 from p2pdrl.tensors.shared_memory import SharedRegion, fence
 
-__all__ = ["Committed", "UnrollItem", "UnrollLane", "UnrollRing", "UnrollSpec", "shares_of"]
+__all__ = [
+    "Assignment",
+    "Committed",
+    "UnrollItem",
+    "UnrollLane",
+    "UnrollRing",
+    "UnrollSpec",
+    "assignments",
+    "shares_of",
+]
 
 Array = npt.NDArray[Any]
 
@@ -48,7 +57,10 @@ _GRANTED, _CONSUMED = 0, 1
 _BEGUN, _COMMITTED, _STEPS, _EPISODES, _TORN = 8, 9, 10, 11, 12
 """Words that the actor writes."""
 _LIVES, _RUNNING = 14, 15
-"""Words that the daemon writes."""
+"""Words that the daemon writes; the actor counts a life more where it begins anew with other environments."""
+_ASSIGNED = 13
+"""A word that the daemon writes: an `Assignment`, in three numbers of so many bits; 0 before there is one."""
+_NUMBER_BITS = 21
 _SERIAL, _LIFE, _VERSION, _ENDED, _VALID, _COLUMNS, _COUNTED = range(7)
 """Words of a slot."""
 
@@ -237,6 +249,20 @@ class Committed(NamedTuple):
     content: memoryview
 
 
+class Assignment(NamedTuple):
+    """Which of the swarm's environments an actor acts in.
+
+    Args:
+        environments: how many.
+        first: number of the first one.
+        total: of all actors that work for the same learners.
+    """
+
+    environments: int
+    first: int
+    total: int
+
+
 class UnrollLane:
     """One actor's slots. The actor calls what is said to be its own, the learner and the daemon likewise."""
 
@@ -279,9 +305,17 @@ class UnrollLane:
         """Whether the learner lets the actor begin its next unroll."""
         return self._word(_COMMITTED) < self._word(_GRANTED)
 
-    def begin(self) -> dict[str, Array]:
-        """Begin the next unroll; return the arrays to be filled."""
-        return self._arrays(self._begin(), self.environments)
+    @property
+    def assignment(self) -> Assignment | None:
+        """What the daemon assigned last; None before that, which means all of the lane."""
+        word, mask = self._word(_ASSIGNED), (1 << _NUMBER_BITS) - 1
+        if not word:
+            return None
+        return Assignment(word & mask, word >> _NUMBER_BITS & mask, word >> 2 * _NUMBER_BITS)
+
+    def begin(self, environments: int | None = None) -> dict[str, Array]:
+        """Begin the next unroll, of all the lane's environments or so many; return what is to be filled."""
+        return self._arrays(self._begin(), environments or self.environments)
 
     def fill(self, environments: int) -> memoryview:
         """Begin the next unroll, of so many environments; return where its content goes (another node's)."""
@@ -310,7 +344,7 @@ class UnrollLane:
         """Let the learner have the unroll that was begun last; its arrays are the learner's from now on.
 
         Args:
-            environments: of an unroll that was `fill`ed; None stands for all of the lane.
+            environments: of the unroll; None stands for all of the lane.
             counted: whether another node counts its steps.
         """
         serial = self._word(_BEGUN)
@@ -368,8 +402,20 @@ class UnrollLane:
     # the daemon
 
     def started(self) -> None:
-        """A process that makes unrolls for this lane begins."""
+        """A process that makes unrolls for this lane begins, or all of its environments do."""
         self._words[_LIVES] += np.uint64(1)
+
+    def assign(self, assignment: Assignment) -> None:
+        """Have the actor act in those environments, all that the lane has or fewer, from its next unroll on.
+
+        Raises:
+            LayoutMismatchError: there are none, more than the lane has, or not so many in all.
+        """
+        environments, first, total = assignment
+        fits = 0 < environments <= self.environments and 0 <= first <= total - environments
+        if not fits or total >> _NUMBER_BITS:
+            raise LayoutMismatchError(f"{assignment} for a lane of {self.environments} environments")
+        self._words[_ASSIGNED] = environments | first << _NUMBER_BITS | total << 2 * _NUMBER_BITS
 
     @property
     def running(self) -> bool:
@@ -429,6 +475,24 @@ def shares_of(environments: int, actors: int) -> tuple[int, ...]:
     """Return how many of the environments each actor has: as equal as can be, the first ones more."""
     least, more = divmod(environments, actors)
     return tuple(least + (number < more) for number in range(actors))
+
+
+def assignments(shares: Sequence[int], rank: int, nodes: int) -> list[Assignment]:
+    """Return what a node's actors act in, if several nodes make a batch's environments together.
+
+    Each node has 1/n of as many as it would have alone, so that each of its unrolls takes n times less time,
+    and the policy is that much newer when it is learned from. No actor has fewer than one.
+
+    Args:
+        shares: environments of each of its actors alone.
+        rank: of the node among the ``nodes``, from 0.
+    """
+    own = max(round(sum(shares) / nodes), len(shares))
+    first, found = rank * own, []
+    for environments in shares_of(own, len(shares)):
+        found.append(Assignment(environments, first, nodes * own))
+        first += environments
+    return found
 
 
 def _whole(numbers: object) -> tuple[int, ...]:

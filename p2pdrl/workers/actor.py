@@ -24,24 +24,27 @@ from p2pdrl.errors import WorkerError
 from p2pdrl.tensors.inference_slots import StepLane, StepLanes
 from p2pdrl.tensors.shared_memory import Doorbell, SharedRegion
 from p2pdrl.tensors.shared_policy import SharedPolicy
-from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollRing, UnrollSpec
+from p2pdrl.tensors.unroll_ring import Assignment, UnrollLane, UnrollRing, UnrollSpec
 from p2pdrl.workers.child import PollPause, child_main
 from p2pdrl.workers.protocol import (
     ActorReady,
     FrameBuffer,
     StartActor,
+    actor_seed,
     decode_start_actor,
     frame,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy.typing as npt
     from torch import Tensor
 
     from p2pdrl.rl.policy import Acted
     from p2pdrl.rl.rollout_worker import RolloutWorker
 
-__all__ = ["StepAsker", "main", "make_unroll"]
+__all__ = ["AssignedWorker", "StepAsker", "main", "make_unroll"]
 
 READ_BYTES = 1 << 16
 ASK_AGAIN_S = 1.0
@@ -91,11 +94,13 @@ class StepAsker:
 
         if self._tensors is None:
             self._tensors = {name: torch.from_numpy(rows) for name, rows in self._lane.answered.items()}
-        rows, tensors = self._lane.asked, self._tensors
-        rows["obs"][...] = obs_BX
-        rows["noise"][...] = noise_B.numpy()
+        environments = len(obs_BX)  # or fewer than the lane has rows
+        rows = self._lane.asked
+        tensors = {name: tensor[:environments] for name, tensor in self._tensors.items()}
+        rows["obs"][:environments] = obs_BX
+        rows["noise"][:environments] = noise_B.numpy()
         if state_BS is not None:
-            rows["state"][...] = state_BS.numpy()
+            rows["state"][:environments] = state_BS.numpy()
         self._answered.hush()
         self._lane.ask()
         self._asked.ring()
@@ -126,7 +131,7 @@ def make_unroll(worker: RolloutWorker, lane: UnrollLane, policy: SharedPolicy | 
     if isinstance(policy, StepAsker):
         if policy.policy is not None and not policy.policy.writes:
             return False
-        arrays = lane.begin()
+        arrays = lane.begin(worker.environments)
         policy.begin()
         raw = worker.collect()
         version = policy.end()
@@ -134,13 +139,51 @@ def make_unroll(worker: RolloutWorker, lane: UnrollLane, policy: SharedPolicy | 
         acting = policy.read(worker.parameters_D)
         if acting is None:
             return False
-        arrays = lane.begin()
+        arrays = lane.begin(worker.environments)
         raw = worker.collect(acting)
         version = acting.version
     pack(raw, arrays)
-    steps = int(raw.valid_TB.sum())
-    lane.commit(policy_version=version, episodes=len(raw.episodes), env_steps=steps)
+    lane.commit(
+        policy_version=version,
+        episodes=len(raw.episodes),
+        env_steps=int(raw.valid_TB.sum()),
+        environments=worker.environments,
+    )
     return True
+
+
+class AssignedWorker:
+    """A worker that acts in the environments which the daemon assigns to a lane, from one unroll to the next.
+
+    Where their number changes all begin anew: a batch of environments is stepped as a whole.
+
+    Args:
+        make: makes a worker for an assignment; told how many there were before.
+        own: in force while nothing is assigned.
+    """
+
+    def __init__(
+        self, make: Callable[[Assignment, int], RolloutWorker], lane: UnrollLane, own: Assignment
+    ) -> None:
+        self._make, self._lane = make, lane
+        self._before = 0
+        self._assignment = lane.assignment or own
+        self._worker = make(self._assignment, 0)
+
+    def follow(self) -> RolloutWorker:
+        """Return the worker for the next unroll."""
+        found, old = self._lane.assignment, self._assignment
+        if found is None or found == old:
+            return self._worker
+        self._assignment = found
+        if found.environments == old.environments:
+            self._worker.act_as(found.first, found.total)
+        else:
+            self._worker.close()
+            self._before += 1
+            self._worker = self._make(found, self._before)
+            self._lane.started()
+        return self._worker
 
 
 def _live(sock: socket.socket, options: argparse.Namespace) -> None:
@@ -157,20 +200,29 @@ def _live(sock: socket.socket, options: argparse.Namespace) -> None:
         asked = Doorbell.attach(-1, options.asked)
         answered = Doorbell.attach(options.answered, -1)
         asker = StepAsker(lanes.lanes[start.number], asked, answered, sock)
-    worker = RolloutWorker(
-        msgspec.json.decode(start.task, type=TaskConfig),
-        start.seed,
-        spec.shares[start.number],
-        allow_import=start.allow_import,
-        step_delay_s=start.step_delay_s,
-        first=sum(spec.shares[: start.number]),
-        total=sum(spec.shares[: spec.local]),
-        asked=asker,
-    )
+    task = msgspec.json.decode(start.task, type=TaskConfig)
+
+    def make(assignment: Assignment, before: int) -> RolloutWorker:
+        return RolloutWorker(
+            task,
+            actor_seed(start.seed, 0, before),
+            assignment.environments,
+            allow_import=start.allow_import,
+            step_delay_s=start.step_delay_s,
+            first=assignment.first,
+            total=assignment.total,
+            asked=asker,
+        )
+
     lane = UnrollRing(SharedRegion.attach(options.ring, spec.nbytes), spec).lanes[start.number]
-    policy_nbytes = SharedPolicy.nbytes_of(start.policy_size, worker.obs_shape)
+    own = Assignment(
+        spec.shares[start.number], sum(spec.shares[: start.number]), sum(spec.shares[: spec.local])
+    )
+    assigned = AssignedWorker(make, lane, own)
+    obs_shape = assigned.follow().obs_shape
+    policy_nbytes = SharedPolicy.nbytes_of(start.policy_size, obs_shape)
     policy_region = SharedRegion.attach(options.policy, policy_nbytes, writable=False)
-    shared = SharedPolicy(policy_region, start.policy_size, worker.obs_shape)
+    shared = SharedPolicy(policy_region, start.policy_size, obs_shape)
     policy: SharedPolicy | StepAsker = shared
     if asker is not None:
         policy, asker.policy = asker, shared
@@ -179,7 +231,7 @@ def _live(sock: socket.socket, options: argparse.Namespace) -> None:
     sock.sendall(frame(ActorReady()))
     pause = PollPause()
     while True:
-        if make_unroll(worker, lane, policy):
+        if make_unroll(assigned.follow(), lane, policy):
             pause.reset()
             continue
         readable, _, _ = select.select([sock], [], [], pause.next_s())

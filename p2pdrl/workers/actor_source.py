@@ -10,6 +10,7 @@ who was faster. Actors of other nodes come and go, and may be more or fewer: a b
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -172,11 +173,15 @@ class ActorSource(Source[BatchT]):
                 room -= one.environments
         return sorted(chosen, key=lambda entry: entry[0])
 
-    def share(self, rank: int, learners: int) -> float:
-        """Divide the environments of a batch, as far as whole unrolls go: each is of all an actor's."""
-        del rank
-        self._wanted = max(1, round(self._whole / learners))
-        least = min(self.spec.shares, default=1)
+    def share(self, rank: int, learners: int, part: float) -> float:
+        """Divide the environments of a batch, as far as whole unrolls go: each is of all an actor has."""
+        del rank, learners
+        self._wanted = max(1, round(self._whole * part))
+        assigned = [lane.assignment for lane in self._lanes]
+        least = min(
+            (share if one is None else one.environments)
+            for share, one in itertools.zip_longest(self.spec.shares, assigned)
+        )
         return min(max(self._wanted // least, 1) * least, self._whole) / self._whole
 
     def commit(self) -> None:

@@ -82,6 +82,8 @@ BEAT_S = 1.0
 """Between two heartbeats."""
 FIRST_MESSAGES_S = 5.0
 """The longest wait for the daemon's first messages; a healthy daemon sends them at once."""
+MEMORY = 0.8
+"""Part of how fast earlier updates were that one more leaves."""
 
 
 class Learner:
@@ -131,6 +133,7 @@ class Learner:
         self._min_update_s = 0.0
         self._reported_s = float("-inf")
         self._began_s = float("-inf")
+        self._busy_steps = self._busy_s = 0.0
 
     def begin(self, *, restore: bool) -> None:
         """Load the state on the board, or publish the first one there.
@@ -258,8 +261,8 @@ class Learner:
                     self._map(message)
                 case Progress(fraction=fraction, env_steps=env_steps):
                     self._trainer.set_progress(fraction, env_steps)
-                case DataShare(rank=rank, learners=learners, rate_power=rate_power):
-                    self._trainer.share(rank, learners, rate_power)
+                case DataShare():
+                    self._trainer.share(*msgspec.structs.astuple(message))
                 case Others(moments=moments):
                     self._trainer.set_other_moments(
                         {
@@ -309,9 +312,16 @@ class Learner:
 
     def _update(self) -> None:
         self._began_s = time.monotonic()
+        self._mode_switcher.waited()
         stats = self._stage_runner.step()
         if stats is None:
             return
+        if stats.acted:
+            busy_s = time.monotonic() - self._began_s - self._mode_switcher.waited()
+            self._busy_steps, self._busy_s = (
+                MEMORY * total + new
+                for total, new in ((self._busy_steps, stats.env_steps), (self._busy_s, busy_s))
+            )
         self._replica.moved(versions=int(self._mode_switcher.learner_mode.steps))
         self._updates += 1
         self._env_steps += stats.env_steps - stats.elsewhere.env_steps
@@ -351,6 +361,7 @@ class Learner:
                 returns=self._returns,
                 metrics=self._stage_runner.metrics(self._metrics),
                 moments=moments,
+                busy_steps_per_s=self._busy_steps / self._busy_s if self._busy_s > 0 else 0.0,
                 loan=self._loan,
             )
         )

@@ -68,6 +68,8 @@ class ModeRequests:
         self._free = set(range(work.learner_mode.slots))
         self._alone = False
         self.next_number = first
+        self.waited_s = 0.0
+        """Since it was last set to 0."""
         self.over = False
         """Whether another learner mode is in force, or none any more."""
         self.next_mode: LearnerMode | None = None
@@ -151,8 +153,10 @@ class ModeRequests:
                 return False
             began_s = self._clock()
             self._listen(min(poll_s, limit_s))
+            took_s = self._clock() - began_s
+            self.waited_s += took_s
             if not self._paused():
-                limit_s -= self._clock() - began_s
+                limit_s -= took_s
         return not self.over
 
 
@@ -190,6 +194,11 @@ class ModeSwitcher:
         self._samples = 0
         self.learner_mode: LearnerMode = FREE
         self._requests = self._open_requests(WorkMode(FREE, 0), first=1)
+
+    def waited(self) -> float:
+        """Return the seconds that were spent in waits since the last call."""
+        waited_s, self._requests.waited_s = self._requests.waited_s, 0.0
+        return waited_s
 
     @property
     def ready(self) -> bool:

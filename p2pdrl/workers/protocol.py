@@ -319,6 +319,10 @@ class DataShare(msgspec.Struct, frozen=True, tag="share"):
     """Who have a part each."""
     rate_power: float = 0.0
     """With batches of 1/n of their length the learning rate is n to this power times as high."""
+    speed: float = 1.0
+    """Of the learner, that of the fastest one being 1: its part is in proportion to it."""
+    total_speed: float = 0.0
+    """Of all of them; 0 takes all for equally fast."""
 
 
 class LearnerPace(msgspec.Struct, frozen=True, tag="pace"):
@@ -404,6 +408,9 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     """The algorithm's own figures (losses, entropy, …) of the last update."""
     moments: dict[str, bytes] = {}
     """This node's own cumulative normaliser moments, by name; empty when nothing is normalised."""
+    busy_steps_per_s: float = 0.0
+    """Environment steps a second of the last updates, without the time in which it waited for others; 0 while
+    that isn't known, and where actors make them."""
     loan: int = 0
     """Number of the `LendActors` by which the daemon has this node's actors; 0: the learner has them."""
 

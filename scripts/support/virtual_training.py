@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from p2pdrl.config.learner_mode import LearnerMode
-from p2pdrl.config.task import TaskConfig, rate_power
+from p2pdrl.config.task import TaskConfig, rate_power, relative_speeds
 from p2pdrl.node.children.supervisor import LearnerRequestChannel
 from p2pdrl.planner.description import NodeLink, SwarmDescription
 from p2pdrl.planner.emulate import LinkedNetwork
@@ -44,7 +44,7 @@ from p2pdrl.testing.virtual_time import VirtualTimeLoop
 from p2pdrl.workers.learner_modes import ModeSwitcher
 from p2pdrl.workers.replica import Replica
 
-__all__ = ["Costs", "Judged", "TrainingLearner", "VirtualTraining", "measured_costs"]
+__all__ = ["Costs", "Judged", "TrainingLearner", "VirtualTraining", "measured_costs", "watch_work"]
 
 MOST_NODES = 64
 """That ever are in one swarm."""
@@ -108,7 +108,7 @@ def _gradient_cost(task: TaskConfig, updates: int) -> tuple[float, float]:
     rows: list[int] = []
     collected_s: list[float] = []
     spent_s: list[float] = []
-    _tell(trainer, lambda _, seconds: collected_s.append(seconds), lambda batch: rows.append(batch.rows))
+    watch_work(trainer, lambda _, seconds: collected_s.append(seconds), lambda batch: rows.append(batch.rows))
     while len(spent_s) < updates:  # one that fills a replay memory makes no gradient
         gradients = len(rows)
         began_s = time.process_time()
@@ -119,7 +119,9 @@ def _gradient_cost(task: TaskConfig, updates: int) -> tuple[float, float]:
     return statistics.median(rows), statistics.median(spent_s)
 
 
-def _tell(trainer: Trainer, collected: Callable[[Any, float], None], computed: Callable[[Any], None]) -> None:
+def watch_work(
+    trainer: Trainer, collected: Callable[[Any, float], None], computed: Callable[[Any], None]
+) -> None:
     """Tell of each batch, with the processor seconds of its collection, and of each gradient's minibatch."""
     collect = trainer.source.next
 
@@ -187,7 +189,9 @@ class TrainingLearner:
         self.idle: Callable[[], None] = lambda: None
         self.on_update: Callable[[int], None] = lambda _updates: None
         self.env_steps = self.updates = self.gradients = 0
-        self.waited_s = 0.0
+        self.waited_s = self._busy_s = 0.0
+        self.busy_steps_per_s = 0.0
+        """Of its own work, without waits; 0 before the first update."""
         self._spent_s = 0.0
         self._heard = asyncio.Event()
         self._go, self._yielded = threading.Semaphore(0), threading.Semaphore(0)
@@ -195,7 +199,7 @@ class TrainingLearner:
         self._ending = False
         self._error: BaseException | None = None
         self._news: list[Callable[[], None]] = []
-        _tell(trainer, self._collected, self._computed)
+        watch_work(trainer, self._collected, self._computed)
         trainer.collected = self._between
         self.learner_mode = learner_mode
         self.replica.take()
@@ -320,6 +324,7 @@ class TrainingLearner:
         """Wait for what was computed since the last time."""
         spent_s, self._spent_s = self._spent_s, 0.0
         if spent_s > 0:
+            self._busy_s += spent_s
             self._pass("sleep", spent_s)
 
     def _live(self, updates: int | None) -> None:
@@ -348,6 +353,7 @@ class TrainingLearner:
         self.updates += 1
         self.env_steps += stats.env_steps
         self.samples = stats.env_steps
+        self.busy_steps_per_s = self.env_steps / self._busy_s
         self._switcher.updated(stats.env_steps)
         self.replica.publish()
         self.on_update(1)
@@ -480,6 +486,7 @@ class VirtualTraining:
         node = self._add()
         self._give(donor, node)
         swarm.introduce()
+        self._divide()
         await node.start()
 
     async def kill(self, number: int) -> None:
@@ -565,8 +572,9 @@ class VirtualTraining:
         """Let the living learners know their part of each update."""
         power = rate_power(self.task, self.task.strategy)
         living = self._swarm.living
-        for number, node in enumerate(living):
-            share = (0, 1, 0.0) if power is None else (number, len(living), power)
+        speeds = relative_speeds([node.learner.busy_steps_per_s for node in living])
+        for number, (node, speed) in enumerate(zip(living, speeds, strict=True)):
+            share = (0, 1, 0.0) if power is None else (number, len(living), power, speed, sum(speeds))
             node.learner.soon(functools.partial(node.learner.trainer.share, *share))
 
     def _tell(self) -> None:

@@ -103,6 +103,8 @@ class PeerReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The last ones that the node made, the newest last."""
     acts: bool = False
     """Whether its actors work for its pipeline's first rank, and their steps are counted here."""
+    busy_steps_per_s: NonNegative = 0.0
+    """Environment steps a second of its learner, without time in which it waited for others; 0: unknown."""
 
     @property
     def at_work(self) -> bool:

@@ -29,7 +29,7 @@ from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.tensors.inference_slots import StepLanes, StepSpec
 from p2pdrl.tensors.shared_memory import Doorbell, SharedRegion
 from p2pdrl.tensors.shared_policy import PolicyCopies, features_of
-from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollRing, UnrollSpec
+from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollRing, UnrollSpec, assignments
 from p2pdrl.workers.protocol import (
     Collect,
     Start,
@@ -341,6 +341,21 @@ class ActorPool:
             raise WorkerError("the learner isn't built yet")
         return Collect(self._ring.nbytes, self._policy.nbytes), [self._ring, self._policy]
 
+    def divide(self, rank: int, nodes: int) -> None:
+        """Have this node's actors act in their part of a batch's environments; see `assignments`.
+
+        Args:
+            rank: of this node among those that act for the same learners.
+            nodes: how many those are.
+        """
+        lanes = self._lanes[: self._start.actors]
+        if not lanes:
+            return
+        found = assignments([lane.environments for lane in lanes], rank, nodes)
+        for lane, assignment in zip(lanes, found, strict=True):
+            if lane.assignment != assignment:
+                lane.assign(assignment)
+
     def begin(self) -> None:
         """Start all actors."""
         self._tasks = [
@@ -388,7 +403,7 @@ class ActorPool:
                 "number": number,
                 "pid": self._pids[number],
                 "running": lane.running,
-                "environments": lane.environments,
+                "environments": lane.environments if (now := lane.assignment) is None else now.environments,
                 "steps_per_s": self._rates[number].rate(now_s),
                 "env_steps": lane.env_steps,
                 "episodes": lane.episodes,

@@ -281,7 +281,12 @@ class LearnerPool:
     def _part(self, share: DataShare, number: int) -> DataShare:
         """The part of one of our learners: each node has as many as we have."""
         each = self._learners
-        return DataShare(share.rank * each + number, share.learners * each, share.rate_power)
+        return msgspec.structs.replace(
+            share,
+            rank=share.rank * each + number,
+            learners=share.learners * each,
+            total_speed=share.total_speed * each,
+        )
 
     def share(self, others: dict[str, bytes]) -> None:
         """Tell each learner what all others, here and elsewhere, counted.

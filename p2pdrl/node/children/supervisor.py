@@ -270,6 +270,8 @@ class LearnerSupervisor:
         self.restarts = 0
         self.speed = RateMeter(10.0)
         """Environment steps a second."""
+        self.busy_steps_per_s = 0.0
+        """Those without the time in which the learner waited for others; 0 while that isn't known."""
         self.reported_s: float | None = None
         """Monotonic time of the last report."""
         self.loan = 0
@@ -673,7 +675,7 @@ class LearnerSupervisor:
         self.totals = self._before + Counts(report.env_steps, report.episodes, report.updates)
         self.speed.add(self.totals.env_steps - before.env_steps, now_s)
         self.returns.extend(report.returns)
-        self.metrics = report.metrics
+        self.metrics, self.busy_steps_per_s = report.metrics, report.busy_steps_per_s
         if report.moments:
             self.moments = report.moments
         self.reported_s = now_s

@@ -170,6 +170,27 @@ class ExperienceRoute(ABC):
         """Serve a call of somebody who may call."""
 
 
+def acting_together(
+    me: str, acting: Iterable[str], actors: Iterable[str], learners: Iterable[str], *, joint: bool
+) -> list[str]:
+    """Return the nodes whose unrolls go to the same batches as ours, ourselves included, in order.
+
+    Args:
+        acting: the other nodes that act, whether they learn or not.
+        actors: those of them that don't learn.
+        learners: all nodes that learn.
+        joint: whether learners share out each update or draw from the same replay memory; else each has
+            updates to itself, of its own unrolls and those of the nodes whose learner it is (`learner_of`).
+    """
+    together, ranked = sorted({me, *acting}), sorted(learners)
+    if joint or len(ranked) < 2:
+        return together
+    mates = sorted({*actors, *({me} - {*ranked})})
+    works_for = {mate: ranked[number % len(ranked)] for number, mate in enumerate(mates)}
+    ours = works_for.get(me, me)
+    return [node for node in together if works_for.get(node, node) == ours]
+
+
 def learner_of(me: str, actors: Iterable[str], learners: Iterable[str]) -> str | None:
     """Return which learner a node's actors work for: as many nodes for each as can be; None without one.
 

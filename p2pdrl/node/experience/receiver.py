@@ -36,6 +36,8 @@ class RemoteActor:
     node: str
     boot: int
     environments: int
+    """It has, at most; it acts in `acting` of them."""
+    acting: int = 0
     serial: int = 0
     life: int = 0
     unrolls: int = 0
@@ -159,18 +161,20 @@ class ExperienceReceiver(ExperienceRoute):
             claim.repeated += 1
             return self._policy.answer(sent.held)
         spec, lane = self._pool.spec, self._pool.lanes[sent.lane]
-        nbytes = spec.content_nbytes(claim.environments)
-        if (sent.environments, incoming.vector_nbytes) != (claim.environments, nbytes):
-            why = f"an unroll of {incoming.vector_nbytes} bytes, not {nbytes}"
-            self._strikes.strike(incoming.sender, why)
-            raise Refusal(422, why)
+        environments = sent.environments
+        if environments > claim.environments:
+            raise self._wrong(
+                incoming, f"an unroll of {environments} environments, of at most {claim.environments}"
+            )
+        if incoming.vector_nbytes != (nbytes := spec.content_nbytes(environments)):
+            raise self._wrong(incoming, f"an unroll of {incoming.vector_nbytes} bytes, not {nbytes}")
         if claim.filling or not lane.may_begin:
             raise Refusal(423, "no room for another unroll yet")
         claim.filling = True
         try:
-            await incoming.read_vector_into(lane.fill(claim.environments))
-            arrays = lane.filled(claim.environments)
-            if spec.checked_nbytes(claim.environments) <= INLINE_BYTES:
+            await incoming.read_vector_into(lane.fill(environments))
+            arrays = lane.filled(environments)
+            if spec.checked_nbytes(environments) <= INLINE_BYTES:
                 spec.check(arrays)
             else:
                 await asyncio.to_thread(spec.check, arrays)
@@ -184,7 +188,7 @@ class ExperienceReceiver(ExperienceRoute):
         if claim.serial and (sent.serial, sent.life) != (claim.serial + 1, claim.life):
             claim.lost += sent.serial - claim.serial - 1
             lane.started()  # its streams begin anew
-        claim.serial, claim.life = sent.serial, sent.life
+        claim.serial, claim.life, claim.acting = sent.serial, sent.life, environments
         env_steps = int(arrays["valid"].sum())
         claim.unrolls += 1
         claim.env_steps += env_steps
@@ -196,11 +200,15 @@ class ExperienceReceiver(ExperienceRoute):
             policy_version=acted,
             episodes=min(sent.episodes, arrays["episode_returns"].size),
             env_steps=env_steps,
-            environments=claim.environments,
+            environments=environments,
             counted=sent.counted,
         )
         lane.running = True  # from now on batches may wait for the next
         return self._policy.answer(sent.held)
+
+    def _wrong(self, incoming: Incoming, why: str) -> Refusal:
+        self._strikes.strike(incoming.sender, why)
+        return Refusal(422, why)
 
     def keep(self, nodes: Collection[str]) -> None:
         """Free the lanes of all other nodes: they send to another learner from now on."""
@@ -229,7 +237,7 @@ class ExperienceReceiver(ExperienceRoute):
                 "lane": number,
                 "node": claim.node,
                 "name": self._named(claim.node),
-                "environments": claim.environments,
+                "environments": claim.acting or claim.environments,
                 "unrolls": claim.unrolls,
                 "env_steps": claim.env_steps,
                 "repeated": claim.repeated,

@@ -66,6 +66,7 @@ class ExperienceSender:
         ahead: unrolls that each may make while one is under way.
         named: the name that people gave a node.
         max_bytes: no policy larger than that is taken.
+        divide: called before each unroll: assigns the actors' environments.
         counts: told the steps and episodes of each unroll that was taken, where this node counts them; None
             leaves that to the learner.
     """
@@ -85,8 +86,10 @@ class ExperienceSender:
         clock: Clock,
         events: EventLog,
         max_bytes: int,
+        divide: Callable[[], None],
         counts: Callable[[Counts], None] | None = None,
     ) -> None:
+        self._divide = divide
         self._counts = counts
         self._task_hash = task_hash
         self._boot = boot
@@ -171,6 +174,7 @@ class ExperienceSender:
     async def _serve(self, number: int, lane: UnrollLane) -> None:
         await self._posted()
         while True:
+            self._divide()
             lane.grant(self._ahead)
             found = await self._next(lane)
             await self._send(number, found)

@@ -222,6 +222,7 @@ class StatusReporter:
                 "steps_per_s": pipeline.steps_per_s(training, context.clock.monotonic())
                 if training.sender is None
                 else training.sender.steps_per_s,
+                "busy_steps_per_s": training.supervisor.busy_steps_per_s,
                 "learner_restarts": training.supervisor.restarts,
                 "mode_epoch": training.mode.epoch,
                 "strategy": protocol_of(training.mode.config),
@@ -397,6 +398,10 @@ class StatusReporter:
         """Ids of the living members, those that train and are well and ahead first."""
         alive = self._context.alive()
         return sorted(alive, key=self._donor_rank)
+
+    def busy_steps_per_s(self) -> dict[str, float]:
+        """How fast each living learner but ours is, by id; 0 where that isn't known."""
+        return {report.id: report.busy_steps_per_s for report in self._reports(self._context.learners())}
 
     def reports(self) -> list[PeerReport]:
         """The newest reports of the living members that were heard of, without our own."""

@@ -166,7 +166,7 @@ class Algorithm(ABC, Generic[BatchT]):
     policy_version: int = 0
     rate_factor: float = 1.0
     minibatches: int = 1
-    cuts: int = 1
+    cuts: float = 1.0
 
     def learning_rate(self, configured: float, anneal: Literal["none", "linear"]) -> float:
         """Return the learning rate at the swarm's progress and size."""

@@ -80,6 +80,11 @@ class Source(ABC, Generic[BatchT]):
         return True
 
     @property
+    def acts(self) -> bool:
+        """Whether `next` takes the steps of environments itself."""
+        return False
+
+    @property
     def ready(self) -> bool:
         """Whether `next` has a batch without waiting for another process."""
         return True
@@ -87,21 +92,22 @@ class Source(ABC, Generic[BatchT]):
     def commit(self) -> None:
         """Note that the update with the last batch is done: it won't be handed out again."""
 
-    def share(self, rank: int, learners: int) -> float:
+    def share(self, rank: int, learners: int, part: float) -> float:
         """Take the part of the data that is this learner's; no effect where data aren't divided.
 
         Args:
             rank: of this learner, from 0; the parts of all ranks below ``learners`` are the whole.
+            part: how long our batches are to be, in parts of what they are for a single learner.
 
         Returns:
-            How long a batch is from now on, in parts of what it is for a single learner.
+            How long they are from now on, which may be more.
         """
-        del rank, learners
+        del rank, learners, part
         return 1.0
 
-    def most_cuts(self, learners: int) -> int:
-        """Into how many batches each share of so many learners can be cut further, and still be useful."""
-        del learners
+    def most_cuts(self, part: float) -> int:
+        """Into how many batches such a part of one can be cut further, and still be useful."""
+        del part
         return 1
 
     def publish(self, version: int) -> None:

@@ -177,20 +177,25 @@ class InlineSource(Source[BatchT]):
         self._reader = reader
         self._steps = collector.unroll_steps
 
+    @property
+    def acts(self) -> bool:
+        """It does."""
+        return True
+
     def next(self) -> BatchT:
         """Run T steps in every environment, or our share of them; fewer where it is preempted."""
         return self._reader.read(self._collector.collect(self.preempted, steps=self._steps))
 
-    def share(self, rank: int, learners: int) -> float:
+    def share(self, rank: int, learners: int, part: float) -> float:
         """Divide the steps of each environment; no learner makes fewer than `LEAST_STEPS` of them."""
-        del rank
+        del rank, learners
         whole = self._collector.unroll_steps
-        self._steps = min(whole, max(round(whole / learners), LEAST_STEPS))
+        self._steps = min(whole, max(round(whole * part), LEAST_STEPS))
         return self._steps / whole
 
-    def most_cuts(self, learners: int) -> int:
+    def most_cuts(self, part: float) -> int:
         """No cut is shorter than `SHORT_STEPS`."""
-        return max(1, self._collector.unroll_steps // (SHORT_STEPS * learners))
+        return max(1, round(self._collector.unroll_steps * part) // SHORT_STEPS)
 
     def close(self) -> None:
         """Close the environments."""
@@ -264,6 +269,8 @@ def pack(raw: RawUnroll, arrays: Mapping[str, Array]) -> None:
     np.copyto(arrays["terminated"], raw.terminated_TB)
     np.copyto(arrays["truncated"], raw.truncated_TB)
     np.copyto(arrays["valid"], raw.valid_TB)
+    for name in ("episode_returns", "episode_lengths"):
+        arrays[name][...] = 0  # an unroll of another number of environments may have lain there
     for number, (total, length) in enumerate(raw.episodes):
         arrays["episode_returns"].reshape(-1)[number] = total
         arrays["episode_lengths"].reshape(-1)[number] = length

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from p2pdrl.config.loader import resolve
-from p2pdrl.config.task import rate_power
+from p2pdrl.config.task import LEAST_SPEED, rate_power, relative_speeds
 
 
 @pytest.mark.parametrize(
@@ -39,3 +41,19 @@ from p2pdrl.config.task import rate_power
 def test_who_divides(preset: str, sets: str, power: float | None) -> None:
     task = resolve(files=[preset], sets=[*sets.split()]).config.task
     assert rate_power(task, task.strategy) == power
+
+
+@pytest.mark.parametrize(
+    ("steps_per_s", "relative"),
+    [
+        ([], []),
+        ([500.0], [1.0]),
+        ([500.0, 480.0, 430.0], [1.0, 1.0, 1.0]),
+        ([500.0, 250.0, 51.0], [1.0, 0.5, 2.0**-3.5]),
+        ([0.0, 500.0], [1.0, 1.0]),  # one isn't known yet
+        ([0.0, 0.0], [1.0, 1.0]),
+        ([1e300, 1.0, math.inf, 1e-300], [1.0, LEAST_SPEED, 1.0, LEAST_SPEED]),
+    ],
+)
+def test_parts_go_by_what_learners_do_alone(steps_per_s, relative):
+    assert relative_speeds(steps_per_s) == pytest.approx(relative, rel=0.06)

@@ -156,6 +156,7 @@ class FakeTraining:
             device="cpu",
             speed=RateMeter(10.0),
             restarts=0,
+            busy_steps_per_s=0.0,
             metrics={"loss": 0.5},
             requests=SimpleNamespace(learner_mode=FREE),
             stages=SimpleNamespace(order=None),

@@ -53,7 +53,7 @@ class Trainer:
     def publish(self) -> None:
         """Nobody else acts."""
 
-    def share(self, rank: int, learners: int, rate_power: float = 0.0) -> None:
+    def share(self, *share: float) -> None:
         """Steps are as long for all."""
 
     def step(self) -> SimpleNamespace:
@@ -83,7 +83,9 @@ class Trainer:
             "total": float(self.total),
             "others": self.others,
         }
-        return SimpleNamespace(env_steps=10, episodes=[(1.0, 10)], metrics=metrics, elsewhere=ELSEWHERE)
+        return SimpleNamespace(
+            env_steps=10, episodes=[(1.0, 10)], metrics=metrics, elsewhere=ELSEWHERE, acted=True
+        )
 
     def rebind(self, buffer: np.ndarray, *, write: bool) -> None:
         if write:
@@ -133,7 +135,7 @@ class Gradients(Trainer):
         self.module.gradients_D.fill_(1.0)
         self.stepper.step(self.optimizer, learning_rate=1.0, max_grad_norm=1e9, samples=self.total, left=0)
         metrics = {"life": float(LIFE)}
-        return SimpleNamespace(env_steps=10, episodes=[], metrics=metrics, elsewhere=ELSEWHERE)
+        return SimpleNamespace(env_steps=10, episodes=[], metrics=metrics, elsewhere=ELSEWHERE, acted=True)
 
 
 def next_life() -> tuple[int, str]:

@@ -165,14 +165,27 @@ async def test_learners_that_average_share_out_an_update_while_they_do(pair):
     rank = sorted([one.id, two.id]).index(one.id)
     for config, share in (
         (LocalConfig(), None),
-        (AdpsgdConfig(), DataShare(rank, 2, rate_power=0.5)),
-        (GradAverageConfig(), DataShare(rank, 2)),
+        (AdpsgdConfig(), DataShare(rank, 2, rate_power=0.5, total_speed=2.0)),
+        (GradAverageConfig(), DataShare(rank, 2, total_speed=2.0)),
         (LocalConfig(), DataShare(0, 1)),
     ):
         told.clear()
         one.training.mode.config = config
         one.training.divide_data()
         assert told == ([] if share is None else [share])
+
+
+async def test_a_slower_learner_has_less_of_an_update(pair):
+    one, two = pair
+    told: list[object] = []
+    one.training.supervisor.tell = told.append
+    rank = sorted([one.id, two.id]).index(one.id)
+    one.training.mode.config = AdpsgdConfig()
+    one.speeds[two.id] = 1000.0
+    one.training.supervisor.reported(Report(1, 1, 1, 0, [], {}, busy_steps_per_s=240.0))
+    assert told == [DataShare(rank, 2, 0.5, speed=0.25, total_speed=1.25)]
+    one.training.divide_data()
+    assert len(told) == 1, "it is told what is new"
 
 
 async def test_the_learner_begins_with_the_others_moments(pair, monkeypatch):

@@ -32,6 +32,7 @@ class Peer:
         self.address = Address("10.0.0.1", 7000 + number)
         self.transport = network.join(self.id, self.address)
         self.peers: dict[str, Address] = {}
+        self.speeds: dict[str, float] = {}
         self.seen: list[str] = []
         self.progress_tracker = ProgressTracker(self.id, 1)
         self.training = Training(
@@ -47,6 +48,7 @@ class Peer:
             alive=lambda: self.peers,
             donors=lambda: list(self.peers.items()),
             observed=lambda outcome, seconds: self.seen.append(outcome),
+            speeds=lambda: self.speeds,
         )
 
     async def start(self, board=None, lineage="aa" * 8) -> None:

@@ -74,6 +74,25 @@ def test_long_shares_are_cut_further_where_parameters_are_averaged():
     assert shared.step().metrics["gradient_steps"] == 2 * 16, "averaged gradients keep replicas together"
 
 
+def test_a_slow_learners_share_is_shorter_and_has_fewer_minibatches_of_the_same_rows():
+    slow, short = (
+        trainer(PPOConfig(unroll_steps=steps, epochs=2, minibatches=count, learning_rate=rate))
+        for steps, count, rate in ((512, 16, 1e-3), (32, 4, 2e-3))
+    )
+    slow.share(3, 4, 0.5, 0.25, 4.0)  # of 3.75 at the speed of 1, say, and itself
+    for _ in range(2):
+        found, wanted = slow.step().metrics, short.step().metrics
+        assert found == {**wanted, "batch_share": 1 / 16}
+    np.testing.assert_array_equal(slow.flat, short.flat)
+
+
+def test_a_slow_learner_whose_gradients_are_averaged_makes_as_many_of_fewer_rows():
+    slow, short = trainer(ppo(128)), trainer(ppo(8))
+    slow.share(3, 4, 0.0, 0.25, 4.0)
+    assert slow.step().metrics == {**short.step().metrics, "batch_share": 1 / 16}
+    np.testing.assert_array_equal(slow.flat, short.flat)
+
+
 def test_learners_come_and_go():
     learner = trainer(ppo(64, anneal="linear"))
     rate = PPOConfig().learning_rate
@@ -112,3 +131,25 @@ def test_an_update_begins_with_what_peers_changed_while_its_batch_was_collected(
     early.step()
     assert order == ["drawn", "collected"]
     np.testing.assert_array_equal(late.flat, early.flat)
+
+
+def test_what_an_optimizer_remembers_of_squares_is_that_of_the_minibatches_to_come():
+    learner = trainer(ppo(64))
+    learner.share(0, 4, 0.5)
+    learner.step()
+    v = learner.sidecar()["optimizer.v"].copy()
+    assert v.any()
+    for learners, power, times in (
+        (4, 0.5, 1),
+        (2, 0.5, 1 / 2),
+        (8, 0.5, 2),
+        (1, 0.5, 1 / 4),
+        (4, 0.0, 1 / 4),
+    ):
+        learner.share(0, learners, power)
+        np.testing.assert_allclose(learner.sidecar()["optimizer.v"], times * v, rtol=1e-6)
+    newcomer = trainer(ppo(64))
+    state = {name: array.copy() for name, array in learner.sidecar().items()}
+    newcomer.set_state(learner.flat.copy(), state)
+    newcomer.share(0, 8, 0.5)  # of a swarm that has shared out updates before
+    np.testing.assert_array_equal(newcomer.sidecar()["optimizer.v"], state["optimizer.v"])

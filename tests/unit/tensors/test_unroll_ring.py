@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError, WireError
 from p2pdrl.tensors.shared_memory import SharedRegion
-from p2pdrl.tensors.unroll_ring import UnrollItem, UnrollRing, UnrollSpec, shares_of
+from p2pdrl.tensors.unroll_ring import Assignment, UnrollItem, UnrollRing, UnrollSpec, assignments, shares_of
 
 ITEMS = (UnrollItem("obs", "float32", (5, -1, 3)), UnrollItem("valid", "bool", (4, -1)))
 
@@ -303,6 +303,36 @@ def test_an_unroll_of_another_node_arrives_with_the_environments_that_it_has(mad
     for name, array in found.arrays.items():
         assert array.shape[1] == 2
         assert (array == sent.arrays[name]).all()
+
+
+def test_an_assignment_is_read_as_it_was_written(made):
+    daemon, actors = made(spec_of(shares=(8, 4)))
+    assert actors.lanes[0].assignment is None
+    for assignment in (Assignment(8, 0, 8), Assignment(1, 15, 16), Assignment(3, 2**20, 2**21 - 1)):
+        daemon.lanes[0].assign(assignment)
+        assert actors.lanes[0].assignment == assignment
+    assert actors.lanes[1].assignment is None
+    for wrong in ((9, 0, 9), (0, 0, 4), (2, 7, 8), (2, -1, 8), (1, 0, 2**21)):
+        with pytest.raises(LayoutMismatchError):
+            daemon.lanes[0].assign(Assignment(*wrong))
+    assert actors.lanes[0].assignment == assignment
+
+
+@pytest.mark.parametrize(
+    ("shares", "rank", "nodes", "expected"),
+    [
+        ((8,), 0, 1, [(8, 0, 8)]),
+        ((4, 4), 0, 1, [(4, 0, 8), (4, 4, 8)]),
+        ((8,), 2, 4, [(2, 4, 8)]),
+        ((8,), 1, 3, [(3, 3, 9)]),
+        ((8,), 15, 16, [(1, 15, 16)]),
+        ((4, 4), 1, 4, [(1, 2, 8), (1, 3, 8)]),
+        ((3, 3, 2), 1, 2, [(2, 4, 8), (1, 6, 8), (1, 7, 8)]),
+        ((1, 1), 3, 4, [(1, 6, 8), (1, 7, 8)]),
+    ],
+)
+def test_nodes_that_act_together_share_out_environments(shares, rank, nodes, expected):
+    assert assignments(shares, rank, nodes) == [Assignment(*one) for one in expected]
 
 
 def test_what_was_half_filled_is_filled_again(made):

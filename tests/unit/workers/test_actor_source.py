@@ -28,8 +28,8 @@ from p2pdrl.rl.rollout_worker import RolloutWorker
 from p2pdrl.rl.sources.unrolls import InlineSource
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.shared_policy import SharedPolicy
-from p2pdrl.tensors.unroll_ring import UnrollRing, UnrollSpec
-from p2pdrl.workers.actor import make_unroll
+from p2pdrl.tensors.unroll_ring import Assignment, UnrollRing, UnrollSpec
+from p2pdrl.workers.actor import AssignedWorker, make_unroll
 from p2pdrl.workers.actor_source import LATE_S, ActorSource
 from p2pdrl.workers.protocol import actor_seed
 from tests.unit.rl import toys
@@ -497,3 +497,39 @@ def test_a_stream_that_was_interrupted_begins_anew_in_the_replay(pools, others):
     drawn = batch.draw(2000)
     moved = (drawn.next_obs_BX[:, 0] - drawn.obs_BX[:, 0] - 0.02 * drawn.obs_BX[:, 1]).abs()
     assert moved.max() < 1e-5  # x' = x + 0.02 v holds within a stream only
+
+
+def test_an_actor_follows_its_assignment_from_one_unroll_to_the_next(pools):
+    pool = pools(TaskConfig(env=EnvConfig(num_envs=4), network=MLP, algorithm=A2C))
+    lane, acted = pool.lanes[0], []
+
+    def make(assignment, before):
+        worker = RolloutWorker(
+            pool.task, SEED + before, assignment.environments, first=assignment.first, total=assignment.total
+        )
+        acted.append(worker)
+        return worker
+
+    pool.performers[0].close()
+    assigned = AssignedWorker(make, lane, Assignment(4, 0, 4))
+    pool.performers[0] = assigned.follow()
+    pool.trainer.publish()
+    steps = []
+    for assignment in (
+        None,
+        Assignment(4, 4, 8),
+        Assignment(1, 2, 4),
+        Assignment(1, 3, 4),
+        Assignment(4, 0, 4),
+    ):
+        if assignment is not None:
+            lane.assign(assignment)
+        pool.performers[0] = assigned.follow()
+        assert pool.act() == [0]
+        found = lane.peek()
+        assert found.environments == found.arrays["valid"].shape[1]
+        assert not found.arrays["episode_returns"].reshape(-1)[found.episodes :].any()
+        steps.append((found.environments, found.life))
+        assert pool.step().env_steps <= found.environments * A2C.unroll_steps
+    assert steps == [(4, 1), (4, 1), (1, 2), (1, 2), (4, 3)], "streams begin anew where environments do"
+    assert [worker.environments for worker in acted] == [4, 1, 4]

@@ -58,7 +58,9 @@ class FakeTrainer:
         self._at_step(self.steps)
         episodes = [(float(self.steps), 10)] if self.steps % 2 == 0 else []
         metrics = {"loss": 1.0 / self.steps}
-        return SimpleNamespace(env_steps=8, episodes=episodes, metrics=metrics, elsewhere=ELSEWHERE)
+        return SimpleNamespace(
+            env_steps=8, episodes=episodes, metrics=metrics, elsewhere=ELSEWHERE, acted=True
+        )
 
     def add_delta(self, delta) -> None:
         self.flat += delta

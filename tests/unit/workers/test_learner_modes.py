@@ -51,7 +51,7 @@ class Trainer:
         self.steps += 1
         self.flat += 1.0
         self.at_step(self.steps)
-        return SimpleNamespace(env_steps=8, episodes=[], metrics={}, elsewhere=ELSEWHERE)
+        return SimpleNamespace(env_steps=8, episodes=[], metrics={}, elsewhere=ELSEWHERE, acted=True)
 
     def rebind(self, buffer, *, write) -> None:
         if write:

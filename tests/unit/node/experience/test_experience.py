@@ -13,7 +13,15 @@ from p2pdrl.config.node import LearnerConfig
 from p2pdrl.config.task import EnvConfig, TaskConfig
 from p2pdrl.errors import PeerRefusedError
 from p2pdrl.node.children.actors import ActorPool
-from p2pdrl.node.experience.messages import ROUTE, Enlist, Enlisted, SentUnroll, UnrollReceipt, learner_of
+from p2pdrl.node.experience.messages import (
+    ROUTE,
+    Enlist,
+    Enlisted,
+    SentUnroll,
+    UnrollReceipt,
+    acting_together,
+    learner_of,
+)
 from p2pdrl.node.experience.receiver import ExperienceReceiver
 from p2pdrl.node.experience.sender import LOOK_S, ExperienceSender, LentActors
 from p2pdrl.tensors.board import BoardSpec
@@ -113,13 +121,18 @@ class ActorNode:
             clock=world.clock,
             events=world.events,
             max_bytes=1 << 20,
+            divide=self.divide,
             counts=counts,
         )
+        self.nodes = 1
         self.made = 0
         self.seen = []
 
     def close(self):
         self.pool.close()
+
+    def divide(self):
+        self.pool.divide(self.nodes - 1, self.nodes)
 
     async def run(self):
         board, unrolls = await self.sender.layout()
@@ -141,11 +154,19 @@ class ActorNode:
                 continue
             assert (out == acting.version).all()
             self.seen.append(acting.version)
-            arrays = lane.begin()
+            environments = lane.assignment.environments
+            arrays = lane.begin(environments)
             self.made += 1
+            for array in arrays.values():
+                array[:] = 0
             arrays["obs"][:] = 1000 * int(self.id, 16) + self.made
             arrays["valid"][:] = True
-            lane.commit(policy_version=acting.version, episodes=0, env_steps=arrays["valid"].size)
+            lane.commit(
+                policy_version=acting.version,
+                episodes=0,
+                env_steps=arrays["valid"].size,
+                environments=environments,
+            )
 
 
 async def learn(learner, updates):
@@ -171,6 +192,24 @@ async def test_each_unroll_arrives_once_and_newer_parameters_come_back(world):
     assert [(row["environments"], row["lost"]) for row in rows] == [(2, 0), (2, 0)]
     assert sum(row["unrolls"] for row in rows) >= len(numbers)
     assert node.sender.works_for == learner.id
+
+
+async def test_actors_of_more_nodes_have_fewer_environments_each_from_the_next_unroll_on(world):
+    learner = await world.add(LearnerNode, 1)
+    learner.publish()
+    node = await world.add(ActorNode, 2, learner=learner)
+    world.start(node.run())
+    await learn(learner, 5)
+    node.nodes = 2
+    await learn(learner, 20)
+    rows = learner.receiver.figures()["actors"]
+    assert [(row["environments"], row["lost"]) for row in rows] == [(1, 0), (1, 0)]
+    numbers = [number for number, *_ in learner.read]
+    assert len(set(numbers)) == len(numbers) >= 25
+    assert node.sender.env_steps < 4 * 2 * node.sender.sent
+    node.nodes = 1
+    await learn(learner, 20)
+    assert [row["environments"] for row in learner.receiver.figures()["actors"]] == [2, 2]
 
 
 async def test_a_learner_that_takes_nothing_isnt_flooded(world):
@@ -508,3 +547,24 @@ async def test_lanes_of_nodes_that_send_elsewhere_are_free(world):
     assert not any(lane.running for lane in first.pool.lanes)
     await learn(first, 3)  # it enlists anew
     assert len(first.receiver.claims) == 2
+
+
+@pytest.mark.parametrize(
+    ("me", "acting", "actors", "learners", "joint", "expected"),
+    [
+        ("b", "cd", "cd", "a", False, "bcd"),  # one learner, which only learns
+        ("a", "bcd", "bcd", "a", False, "abcd"),  # or acts, too
+        ("b", "acd", "cd", "a", False, "abcd"),
+        ("a", "bc", "", "abc", False, "a"),  # each learns by itself
+        ("a", "bc", "", "abc", True, "abc"),  # or shares out updates
+        ("a", "bcdef", "cdef", "ab", False, "ace"),  # those that work for it
+        ("d", "abcef", "cef", "ab", False, "bdf"),
+        ("d", "cef", "cef", "ab", False, "df"),
+        ("d", "cef", "cef", "ab", True, "cdef"),
+        ("d", "c", "c", "", False, "cd"),
+    ],
+)
+def test_whose_unrolls_make_batches_together(me, acting, actors, learners, joint, expected):
+    assert "".join(acting_together(me, acting, actors, learners, joint=joint)) == expected
+    if learners and me not in learners:
+        assert learner_of(me, actors, learners) in learners

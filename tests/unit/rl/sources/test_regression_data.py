@@ -116,17 +116,17 @@ def trainer(**options):
 def test_a_learner_takes_the_shards_that_it_is_told():
     learner = trainer()
     assert learner.step().env_steps == 60
-    learner.source.share(1, 3)
+    learner.source.share(1, 3, 1 / 3)
     stats = learner.step()
     assert stats.env_steps == 15
     assert stats.metrics["shards"] == 1.0
-    learner.source.share(0, 3)
+    learner.source.share(0, 3, 1 / 3)
     assert learner.step().env_steps == 30
 
 
 def test_a_learner_beyond_the_shards_changes_nothing_by_itself():
     learner = trainer(optimizer="adam")
-    learner.source.share(4, 5)
+    learner.source.share(4, 5, 1 / 5)
     before = learner.flat.copy()
     stats = learner.step()
     assert stats.env_steps == 0
