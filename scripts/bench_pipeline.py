@@ -1,13 +1,14 @@
 """Measure a gradient step of a large policy: in one process, and in stages over several processes.
 
 A step is forward, backward, clipping by the norm of the whole gradient, and Adam, from the first rank's
-beginning to the end of the last rank's step. Processes on loopback, each with one thread, take turns within
-one run: each round runs each contender once, in another order, so that what else the machine does falls on
-all alike. Ratios are medians of those of the same round.
+beginning to the end of the last rank's step. Processes on loopback, each with one thread but one, take
+turns within one run: each round runs each contender once, in another order, so that what else the machine
+does falls on all alike. Ratios are medians of those of the same round.
 
 | contender | what |
 |---|---|
 | one process | the whole batch (M = 1), and the same cut into M microbatches: what cutting costs |
+| one process, all cores | the whole batch, a thread on each core: this machine without a pipeline |
 | stream | our stages over pipes between the nodes; ``stream, key`` with a swarm key |
 | torch | our stages over torch.distributed |
 | plain torch | torch.distributed.pipelining over gloo: the same blocks, objective, clipping and Adam |
@@ -51,7 +52,17 @@ from typing import Any, NamedTuple
 
 from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.layers import Layer
-from pipeline_bench.figures import ALONE, PLAIN, Case, CaseSamples, Figures, draw, show, show_memory
+from pipeline_bench.figures import (
+    ALL_CORES,
+    ALONE,
+    PLAIN,
+    Case,
+    CaseSamples,
+    Figures,
+    draw,
+    show,
+    show_memory,
+)
 from pipeline_bench.markdown import markdown
 from pipeline_bench.model import CHUNKS, NETWORKS, SIZES, cuts_of
 from pipeline_bench.teams import Held, Network, Outcome
@@ -90,7 +101,8 @@ class Bench:
         self._stack = ExitStack()
         self.network = Network(proxied=arguments.wan)
         self._alone = Held("alone", 1)
-        self._held = [self._alone]
+        self._all_cores = Held("alone", 1)
+        self._held = [self._alone, self._all_cores]
 
     def __enter__(self) -> Bench:
         return self
@@ -103,6 +115,7 @@ class Bench:
     def prepare(self) -> dict[str, Any]:
         """Make the model in one process and measure its blocks; return what it says of the model."""
         said = self._alone.make(self._model)
+        self._all_cores.make(self._model | {"threads": os.cpu_count() or 1})
         self._layers = [Layer(*cost) for cost in self._alone.costs(max(self._arguments.rows // 4, 1))]
         return said
 
@@ -111,6 +124,7 @@ class Bench:
         arguments = self._arguments
         for microbatches in sorted({1, *arguments.microbatches}):
             yield Entrant(Case("", 1, "", microbatches, ALONE), self._alone, key=False)
+        yield Entrant(Case("", 1, "", 1, ALL_CORES), self._all_cores, key=False)
         for stages in arguments.stages:
             for chunks in (1, CHUNKS):
                 schedules = [name for name in arguments.schedules if (name == "interleaved") == (chunks > 1)]

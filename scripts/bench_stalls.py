@@ -1,9 +1,9 @@
 """How long survivors stand still when a peer is killed, or stopped, in the middle of a round.
 
-Real nodes on loopback train a regression whose updates take 20 ms. Their update counts are read every
-20 ms; printed is the longest time without an update on any survivor, in the seconds before the fault and
-after it, for gossip and for exact averaging, for ``kill -9`` and for ``SIGSTOP``. Others' figures on such a
-machine: moolib 1.6 to 2.3 s, torchft 5 to 10 s, hivemind 0.7 s to never.
+Real nodes on loopback train a regression of 10 million parameters whose updates take 20 ms. Their update
+counts are read every 20 ms; printed is the longest time without an update on any survivor, in the seconds
+before the fault and after it, for gossip and for exact averaging, for ``kill -9`` and for ``SIGSTOP``.
+Others' figures on such a machine: moolib 1.6 to 2.3 s, torchft 5 to 10 s, hivemind 0.7 s to never.
 
     python scripts/bench_stalls.py --repeats 3
 """
@@ -62,9 +62,10 @@ class Watcher(threading.Thread):
         return max(later - sooner for sooner, later in itertools.pairwise(marks))
 
 
-def measure(strategy: str, fault: str) -> tuple[float, float]:
+def measure(strategy: str, fault: str, parameters: int) -> tuple[float, float]:
     """Return the longest stall of any survivor, before and after the fault."""
     words = ["task.algorithm.name=regression", "task.algorithm.min_update_s=0.02"]
+    words += [f"task.algorithm.features={parameters}", "task.algorithm.rows=4", "task.algorithm.batch_size=1"]
     words += [f"task.strategy.{word}" for word in STRATEGIES[strategy]]
     with LocalSwarm(4, [f"--set={word}" for word in words]) as swarm:
         swarm.ready()
@@ -88,6 +89,7 @@ def measure(strategy: str, fault: str) -> tuple[float, float]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--parameters", type=int, default=10_000_000)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=list(STRATEGIES))
     parser.add_argument("--json", action="store_true")
@@ -95,7 +97,7 @@ def main() -> None:
     rows = []
     for strategy in arguments.strategies:
         for fault in FAULTS:
-            stalls = [measure(strategy, fault) for _ in range(arguments.repeats)]
+            stalls = [measure(strategy, fault, arguments.parameters) for _ in range(arguments.repeats)]
             before, after = (max(values) for values in zip(*stalls, strict=True))
             rows.append({"strategy": strategy, "fault": fault, "before_s": before, "after_s": after})
             if not arguments.json:

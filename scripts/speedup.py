@@ -4,20 +4,26 @@
     python scripts/speedup.py --nodes 1 2 4 8 --plot speedup.png
     python scripts/speedup.py --predict-only --nodes 1 2 4 8 16 64 --link lan --size 1000000
 
-Computation is simulated: each gradient takes ``--update-s``, whatever the cores do, so that m nodes fit on
-one machine and what is left is what agreeing costs. The speed-up of m nodes is their gradients per second,
-all together, over those of one node alone; the time for a fixed number of gradients is its inverse. Of each
-second of a learner, ``compute`` goes to gradients, ``wait`` to standing still for its strategy, the rest to
-the learner's own bookkeeping. ``rounds`` are seconds per second in which the daemon was in a round; while a
-learner doesn't wait, they run beside it.
+    python scripts/speedup.py --nodes 1 2 --rows 2000 --size 100000
+
+With ``--rows`` gradients are computed, of so many rows, one thread for each node: as many nodes as the
+machine has cores, no more. Without, computation is simulated: each gradient takes ``--update-s``,
+whatever the cores do, so that m nodes fit on one machine and what is left is what agreeing costs. The
+speed-up of m nodes is their gradients per second, all together, over those of one node alone; the time
+for a fixed number of gradients is its inverse. Of each second of a learner, ``compute`` goes to
+gradients, ``wait`` to standing still for its strategy, the rest to the learner's own bookkeeping.
+``rounds`` are seconds per second in which the daemon was in a round; while a learner doesn't wait, they
+run beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -77,15 +83,30 @@ def said(name: str, nodes: int, found: Forecast, update_s: float) -> Point:
     return Point(name, nodes, each * nodes, each * update_s, found.waiting, rounds, measured=False)
 
 
+def what_nodes_run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The nodes' options: gradients that take a time, or are of so many rows."""
+    found = node_options(arguments, LocalConfig())
+    if arguments.rows:
+        rows = {"rows": arguments.rows, "batch_size": arguments.rows, "min_update_s": 0}
+        found |= {f"task.algorithm.{name}": value for name, value in rows.items()}
+        found["node.learner.threads"] = 1
+    return found
+
+
 def measured(arguments: argparse.Namespace) -> list[Point]:
-    """Run one swarm of each size through all strategies; one node alone runs ``local``."""
+    """Run one swarm of each size through all strategies; one node alone runs ``local``.
+
+    Where gradients are computed, what one takes (``update_s``) is set to what it takes there.
+    """
     points = []
     for nodes in arguments.nodes:
-        with LiveSwarm(nodes, node_options(arguments, LocalConfig())) as live:
+        with LiveSwarm(nodes, what_nodes_run(arguments)) as live:
             live.ready()
             time.sleep(SETTLE_S)
             if nodes == 1:
                 found = live.measure("local", LONGER * arguments.seconds)
+                if arguments.rows:
+                    arguments.update_s = 1.0 / float(np.mean(found.updates_s)) - arguments.overhead_s
                 points += [real(name, 1, found, arguments.update_s) for name in arguments.strategies]
                 continue
             for name in arguments.strategies:
@@ -185,7 +206,8 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), help="NAME[:KEY=VALUE,…]")
     parser.add_argument("--size", type=int, default=10_000, help="parameters")
-    parser.add_argument("--update-s", type=float, default=0.25)
+    parser.add_argument("--update-s", type=float, default=0.25, help="of a gradient that isn't computed")
+    parser.add_argument("--rows", type=int, default=0, help="of gradients, which are computed then")
     parser.add_argument("--overhead-s", type=float, default=0.001, help="of an update beside --update-s")
     parser.add_argument(
         "--link", default="loopback", help="of the prediction: loopback, lan, wan or MBPS,DELAY_MS,LOSS"
@@ -200,10 +222,20 @@ def main() -> None:
     if arguments.plot is not None:
         check_path(arguments.plot)
         pyplot()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if arguments.rows and (arguments.predict_only or min(arguments.nodes) != 1):
+        parser.error("--rows wants one node measured alone first: --nodes 1 …")
+    if arguments.rows and (too_many := [nodes for nodes in arguments.nodes if nodes > cores]):
+        print(f"speedup: {too_many} nodes on {cores} cores would share them: left out", file=sys.stderr)
     try:
-        points = predicted(arguments)
+        points = []
         if not arguments.predict_only:
-            points += measured(arguments)
+            all_nodes = arguments.nodes
+            if arguments.rows:
+                arguments.nodes = sorted(nodes for nodes in all_nodes if nodes <= cores)
+            points = measured(arguments)
+            arguments.nodes = all_nodes
+        points += predicted(arguments)
     except P2PDRLError as error:
         sys.exit(f"speedup: {error}")
     show(points, arguments.work)

@@ -74,7 +74,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     remote_actors: Annotated[int, Meta(ge=0, le=1024)] | Literal["auto"] = "auto"
     """Actor processes of other nodes that this learner takes unrolls from, at most; each may have all of the
     task's environments. This node's own are in processes then, too. ``auto`` is 16 where ``node.roles`` says
-    something, or 4 where there is a replay memory, which must have room for unrolls of all of them, and is
+    something, or 4 to 16 where there is a replay memory, as many as it has room for, which is
     divided among the environments that have come, anew when others do; else it is 0, or 16 for the other
     ranks of its pipeline, and nobody else, where this node has actors. A node that holds a shard of a replay
     takes unrolls likewise."""

@@ -199,13 +199,12 @@ class Optimizer:
         cut = [torch.split(vector_D, sizes) for vector_D in self._vectors.values()]
         self._slots = [tuple(vector[number] for vector in cut) for number in range(len(sizes))]
 
-    def scale_squares(self, factor: float) -> None:
-        """Multiply what is remembered of gradients' squares, where they are of other minibatches from now on.
-
-        No effect on rules that remember none, and while the state is offloaded.
-        """
-        if self._offloaded is None and "v" in self._vectors:
-            self._vectors["v"].mul_(factor)
+    def forget(self) -> None:
+        """Let the next step be the first; no effect while the state is offloaded."""
+        if self._offloaded is None:
+            for vector_D in self._vectors.values():
+                vector_D.zero_()
+            self._count[...] = 0
 
     def over(self, span: FlatSpan) -> Optimizer:
         """Return an optimizer with the same rule and name over another span, before its first step.

@@ -177,8 +177,8 @@ class Trainer:
         self.policy_version = 0
         self.collected: Callable[[], object] | None = None
         self._batch_share = 1.0
-        self._minibatch_share: float | None = None
-        """How long minibatches are, in parts of a single learner's; None before anything was shared out."""
+        self._forgets = False
+        """Whether each update is an optimizer's first."""
         self.layout: Layout = flat.layout
         optimizers = (loss.optimizer for loss in algorithm.losses)
         self._stateful: tuple[Stateful, ...] = (*optimizers, *algorithm.targets, source)
@@ -194,6 +194,9 @@ class Trainer:
         if self.collected is not None:
             self.collected()
         algorithm.policy_version = self.policy_version
+        if self._forgets:
+            for loss in algorithm.losses:
+                loss.optimizer.forget()
         metrics = algorithm.update(batch)
         self.source.commit()
         episodes = batch.episodes
@@ -442,14 +445,12 @@ class Trainer:
             learners: who have a part each.
             rate_power: with batches of 1/n of their length, learning rates are n to this power times those of
                 the configuration. Unless it is 0, parameters are averaged, after each update: shares are then
-                cut further, up to n times, so that learners are apart for a short time only; and a slower
-                learner's share has fewer minibatches, of as many rows as the others'.
+                cut further, up to n times, so that learners are apart for a short time only; a slower
+                learner's share has fewer minibatches, of as many rows as the others'; and optimizers begin
+                anew with each update of several minibatches: what they remember is of another path than that
+                of the average.
             speed: of this learner, that of the fastest one being 1. Parts are in proportion to it.
             total_speed: of all of them, the n of these rules; 0 takes all for equally fast.
-
-        Gradients of minibatches with k times the rows have 1/k of the noise, of which their squares mostly
-        are: what optimizers remember of those is scaled along, or steps would be too short (or long) for as
-        long as they remember it, just when learners die or come.
         """
         algorithm, total = self.algorithm, total_speed or float(learners)
         part = speed / total
@@ -457,13 +458,8 @@ class Trainer:
         cuts = max(1, cuts) if rate_power else 1
         algorithm.cuts = cuts / speed if rate_power else 1.0
         self._batch_share = self.source.share(rank, learners, part / cuts)
-        whole = min(1.0, self._batch_share * cuts / speed)  # of one learner's update, and its minibatches
-        algorithm.rate_factor = whole**-rate_power
-        rows = whole if rate_power else 1.0
-        before, self._minibatch_share = self._minibatch_share, rows
-        if before is not None and before != rows:
-            for loss in algorithm.losses:
-                loss.optimizer.scale_squares(before / rows)
+        algorithm.rate_factor = min(1.0, self._batch_share * cuts / speed) ** -rate_power
+        self._forgets = bool(rate_power) and total > 1.0 and algorithm.minibatches > 1
 
     def close(self) -> None:
         """Close the source and the split engine's devices."""

@@ -13,7 +13,7 @@ from support.plots import COLOURS, pyplot, save
 
 __all__ = ["ALONE", "PLAIN", "Case", "CaseSamples", "Figures", "draw", "ideal_speedup", "show", "show_memory"]
 
-ALONE, PLAIN = "one process", "plain torch"
+ALONE, ALL_CORES, PLAIN = "one process", "one process, all cores", "plain torch"
 
 
 class Case(NamedTuple):
@@ -113,7 +113,7 @@ class Figures:
     def row(self, case: Case) -> dict[str, Any]:
         """Return all figures of a case."""
         samples = self._by_case[case]
-        alone = case.contender == ALONE
+        alone = case.contender in (ALONE, ALL_CORES)
         bubbles = [outcome.bubble for outcome in samples.rounds if outcome.bubble is not None]
         memory = samples.memory
         return {
@@ -218,7 +218,7 @@ def _curves(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Put the pipelines' rows under labels, in the order of M."""
     curves: dict[str, list[dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: row["microbatches"]):
-        if row["contender"] != ALONE:
+        if row["contender"] not in (ALONE, ALL_CORES):
             label = f"{row['contender']}, {row['schedule']}, {row['stages']} ranks"
             curves.setdefault(label, []).append(row)
     return dict(sorted(curves.items()))
@@ -228,7 +228,7 @@ def _ideals(rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
     """Return the ideal speed-up by M, for each number of ranks and chunks."""
     ideals: dict[str, dict[int, float]] = {}
     for row in sorted(rows, key=lambda row: row["microbatches"]):
-        if row["contender"] != ALONE:
+        if row["contender"] not in (ALONE, ALL_CORES):
             more = f" x {row['chunks']} stages" if row["chunks"] > 1 else ""
             ideals.setdefault(f"ideal, {row['stages']} ranks{more}", {})[row["microbatches"]] = row["ideal"]
     return ideals

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline_bench.figures import ALONE, PLAIN
+from pipeline_bench.figures import ALL_CORES, ALONE, PLAIN
 
 __all__ = ["markdown"]
 
@@ -29,14 +29,14 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     ``ideal`` is one process' time with as many microbatches, divided by S·M/(M+S−1): where only the bubble
     costs. ``speed-up`` is of ``stream`` over one process with the whole batch, ``of the ideal`` the part of
     the ideal one once what cutting costs is divided out; memory is that of ``stream``'s ranks, and of one
-    process.
+    process. Each process has one thread, but for that of the line below.
 
     Args:
         rows: of one link and one schedule, as ``Figures.rows`` gives them.
     """
     alone = {row["microbatches"]: row for row in rows if row["contender"] == ALONE}
     lines = ["| " + " | ".join(HEADS) + " |", "|---" * len(HEADS) + "|"]
-    for stages in sorted({row["stages"] for row in rows if row["contender"] != ALONE}):
+    for stages in sorted({row["stages"] for row in rows if row["contender"] not in (ALONE, ALL_CORES)}):
         for microbatches, single in sorted(alone.items()):
             found = {
                 row["contender"]: row
@@ -57,6 +57,9 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
                 f"{_mib(stream['peak_bytes'])}; unsplit {_mib(single['peak_bytes'])}",
             ]
             lines.append("| " + " | ".join(cells) + " |")
+    for row in rows:
+        if row["contender"] == ALL_CORES:
+            lines += ["", f"One process with threads on all cores, the whole batch: {_ms(row['wall_s'])}."]
     return "\n".join(lines)
 
 

@@ -50,8 +50,9 @@ class Worker:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._contender: Contender | None = None
 
-    def make(self, network: str, parameters: int, rows: int) -> dict[str, Any]:
-        """Make the model."""
+    def make(self, network: str, parameters: int, rows: int, threads: int = 1) -> dict[str, Any]:
+        """Make the model, for so many threads."""
+        torch.set_num_threads(threads)
         _warm(self._device)
         self._memory = Memory(self._device)
         precision: Precision = "bf16" if self._device.type == "cuda" else "float32"

@@ -48,7 +48,9 @@ STALLED_S = 60.0
 STALLED_TIMES = 10.0
 REMOTE_ACTORS = 16
 REPLAY_ACTORS = 4
-"""Of other nodes, where nothing else is said: a small replay memory has no room for unrolls of more."""
+"""Of other nodes, where nothing else is said; as few where a replay memory is too small to keep
+`UNROLLS_KEPT` unrolls of every environment of more."""
+UNROLLS_KEPT = 4
 
 
 def actor_count(node: NodeConfig, task: TaskConfig, cores: int | None = None) -> int:
@@ -83,7 +85,9 @@ def remote_actor_count(node: NodeConfig, task: TaskConfig, cores: int | None = N
     if count != "auto":
         return count
     if isinstance(algorithm, ReplayOptions):
-        return REPLAY_ACTORS if node.roles else 0
+        kept = UNROLLS_KEPT * (algorithm.unroll_steps + algorithm.n_step) * task.env.num_envs
+        room = algorithm.buffer_size // kept - 1
+        return min(max(room, REPLAY_ACTORS), REMOTE_ACTORS) if node.roles else 0
     acts = node.actors.count != 0 and (node.actors.count != "auto" or actor_count(node, task, cores) > 0)
     return REMOTE_ACTORS if node.roles or acts else 0
 

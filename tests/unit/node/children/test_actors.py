@@ -51,7 +51,9 @@ def test_a_regression_has_none():
     ("roles", "wanted", "algorithm", "expected"),
     [
         (("learner",), "auto", ImpalaConfig(), 16),
-        (("learner",), "auto", DQNConfig(), 4),
+        (("learner",), "auto", DQNConfig(), 16),
+        (("learner",), "auto", DQNConfig(buffer_size=500), 4),
+        (("learner",), "auto", DQNConfig(buffer_size=2000, unroll_steps=4), 11),
         (("learner",), 3, DQNConfig(), 3),
         (("learner",), "auto", RegressionConfig(), 0),
         ((), "auto", ImpalaConfig(), 0),
