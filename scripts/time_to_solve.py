@@ -81,6 +81,7 @@ FIELDS = (
     *("learner_busy", "staleness"),
     *("gradient_ms", "row_us", "commit", "command", "curve"),
 )
+PICTURES_ACROSS = 3
 LINKS = {"loopback": LOOPBACK, "lan": LAN, "wan": WAN}
 
 
@@ -264,7 +265,7 @@ def run_real(setting: Setting, nodes: int, seed: int, budget_s: float) -> dict[s
 def table(rows: Sequence[Mapping[str, str]]) -> list[str]:
     """Markdown: a line for each setting and number of nodes, its seeds together."""
     head = ("setting", "nodes", "seeds solved", "seconds", "speed-up", "samples", "of one node's",
-            "gradients", "MB", "waited", "best of the unsolved")  # fmt: skip
+            "gradients", "MB", "waited", "learner busy", "staleness", "best of the unsolved")  # fmt: skip
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     groups = grouped(rows)
     for (preset, goal), settings in groups.items():
@@ -286,6 +287,8 @@ def table(rows: Sequence[Mapping[str, str]]) -> list[str]:
                     spread(found, "gradients"),
                     spread(found, "mb", "{:.1f}"),
                     spread(found, "waited", "{:.0%}"),
+                    spread(found, "learner_busy", "{:.0%}"),
+                    spread(found, "staleness", "{:.1f}"),
                     ", ".join(f"{best:.0f}" for best in sorted(unsolved)),
                 )
                 lines.append(f"| {' | '.join(cells)} |")
@@ -330,16 +333,21 @@ def spread(rows: Sequence[Mapping[str, str]], key: str, form: str = "{:,.0f}") -
 def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
     """Draw speed-up against nodes, a picture for each task: medians, and what the range of seeds gives."""
     plt, groups = pyplot(), grouped(rows)
+    across = min(len(groups), PICTURES_ACROSS)
+    down = -(-len(groups) // across)
     figure, axes = plt.subplots(
-        1, len(groups), figsize=(5.2 * len(groups), 4.2), squeeze=False, layout="constrained"
+        down, across, figsize=(5.2 * across, 4.2 * down), squeeze=False, layout="constrained"
     )
-    for axis, ((preset, goal), settings) in zip(axes[0], groups.items(), strict=True):
+    for axis in axes.flat[len(groups) :]:
+        axis.remove()
+    for axis, ((preset, goal), settings) in zip(axes.flat, groups.items(), strict=False):
         alone = single(settings)
         if alone is None:
             continue
         most = max(nodes for by_nodes in settings.values() for nodes in by_nodes)
         axis.plot([1, most], [1, most], color="gray", linestyle="--", linewidth=1, label="ideal")
-        for (name, by_nodes), colour in zip(settings.items(), COLOURS * len(settings), strict=False):
+        several = [(name, found) for name, found in settings.items() if max(found) > 1]
+        for (name, by_nodes), colour in zip(several, COLOURS * len(several), strict=False):
             points = []
             for nodes, found in sorted(by_nodes.items()):
                 solved = [float(row["seconds"]) for row in found if row["solved"] == "1"]
@@ -450,7 +458,8 @@ def measure(file: Rows, arguments: argparse.Namespace) -> None:
     )  # fmt: skip
     costs = replace(costs, env_step_s=arguments.pace_ms / 1000)
     setting = Setting(
-        arguments.name or protocol_of(task.strategy), arguments.preset, tuple(arguments.sets), arguments.goal,
+        arguments.name or ("one learner" if arguments.learners else protocol_of(task.strategy)),
+        arguments.preset, tuple(arguments.sets), arguments.goal,
         arguments.link, costs, tuple(arguments.slow), tuple(arguments.members), arguments.learners,
     )  # fmt: skip
     there = {(row["name"], row["preset"], float(row["goal"]), int(row["nodes"]), int(row["seed"]))

@@ -35,6 +35,8 @@ __all__ = ["PeriodicEvaluation", "Pipelineable", "StepStats", "Trainer"]
 
 LEAST_MINIBATCHES = 4
 """Of a share that is cut further."""
+LONG_UPDATE = 50
+"""Gradients, five times as many as Adam's mean is over."""
 Vector = npt.NDArray[np.float32]
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -447,8 +449,8 @@ class Trainer:
                 the configuration. Unless it is 0, parameters are averaged, after each update: shares are then
                 cut further, up to n times, so that learners are apart for a short time only; a slower
                 learner's share has fewer minibatches, of as many rows as the others'; and optimizers begin
-                anew with each update of several minibatches: what they remember is of another path than that
-                of the average.
+                anew with each update of `LONG_UPDATE` gradients or more: what they remember is of another
+                path than that of the average.
             speed: of this learner, that of the fastest one being 1. Parts are in proportion to it.
             total_speed: of all of them, the n of these rules; 0 takes all for equally fast.
         """
@@ -459,7 +461,8 @@ class Trainer:
         algorithm.cuts = cuts / speed if rate_power else 1.0
         self._batch_share = self.source.share(rank, learners, part / cuts)
         algorithm.rate_factor = min(1.0, self._batch_share * cuts / speed) ** -rate_power
-        self._forgets = bool(rate_power) and total > 1.0 and algorithm.minibatches > 1
+        gradients = algorithm.epochs * max(1, round(algorithm.minibatches / algorithm.cuts))
+        self._forgets = bool(rate_power) and total > 1.0 and gradients >= LONG_UPDATE
 
     def close(self) -> None:
         """Close the source and the split engine's devices."""

@@ -155,6 +155,7 @@ class Algorithm(ABC, Generic[BatchT]):
         policy_version: of the parameters as an update begins; set before each.
         rate_factor: times what the configuration says is the learning rate; set before updates.
         minibatches: that each pass over an unroll is cut into, as the configuration says.
+        epochs: passes over each unroll, likewise.
         cuts: into how many shorter ones an update is cut, each with as many times fewer minibatches; set
             before updates.
     """
@@ -167,6 +168,7 @@ class Algorithm(ABC, Generic[BatchT]):
     rate_factor: float = 1.0
     minibatches: int = 1
     cuts: float = 1.0
+    epochs: int = 1
 
     def learning_rate(self, configured: float, anneal: Literal["none", "linear"]) -> float:
         """Return the learning rate at the swarm's progress and size."""

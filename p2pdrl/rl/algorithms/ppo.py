@@ -98,7 +98,7 @@ class PPO(Algorithm[Unroll]):
         generator: torch.Generator,
     ) -> None:
         self._config = config
-        self.minibatches = config.minibatches
+        self.minibatches, self.epochs = config.minibatches, config.epochs
         self._flat = flat
         self._generator = generator
         self._objective = PPOObjective(
