@@ -785,8 +785,8 @@ def task_hash(task: TaskConfig) -> str:
     return hashlib.sha256(b"p2pdrl task\0" + canonical).hexdigest()[:32]
 
 
-LEAST_SPEED = 1.0 / 16.0
-"""Of the fastest learner's: whoever is slower has as large a part all the same."""
+LEAST_SPEED = 1.0 / 8.0
+"""Of the fastest learner's: see `relative_speeds`."""
 
 
 def rate_power(task: TaskConfig, strategy: StrategyConfig) -> float | None:
@@ -802,17 +802,24 @@ def rate_power(task: TaskConfig, strategy: StrategyConfig) -> float | None:
     return 0.5 if task.scaling == "auto" and strategy.averages == "parameters" else 0.0
 
 
-def relative_speeds(steps_per_s: Sequence[float]) -> list[float]:
+def relative_speeds(steps_per_s: Sequence[float], rate_power: float = 0.0) -> list[float]:
     """Return how fast learners are, that of the fastest one being 1: by what their parts of an update go.
 
-    In steps of √2, so that parts don't change with every look; `LEAST_SPEED` at least; 1 of those not known.
+    In steps of √2, so that parts don't change with every look; 1 of those not known. `LEAST_SPEED` is the
+    least; where parameters are averaged, whoever is no faster has no part (0), as what it could add is less
+    than what an update of so old experience does harm.
+
+    Args:
+        steps_per_s: of each learner by itself; 0 while it isn't known.
+        rate_power: as `rate_power` says; 0 where gradients are averaged.
     """
     known = [speed for speed in steps_per_s if 0.0 < speed < math.inf]
     fastest = max(known, default=1.0)
-    return [
+    found = [
         2.0 ** (round(2.0 * math.log2(max(speed / fastest, LEAST_SPEED))) / 2.0) if speed in known else 1.0
         for speed in steps_per_s
     ]
+    return [0.0 if rate_power and speed <= LEAST_SPEED else speed for speed in found]
 
 
 def batches_of(algorithm: AlgorithmOptions | RegressionConfig) -> int:

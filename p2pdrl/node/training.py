@@ -732,7 +732,7 @@ class Training:
         members = sorted(speeds if view is None else view.members)
         if self._me in members:
             rank = members.index(self._me)
-            relative = relative_speeds([speeds.get(member, 0.0) for member in members])
+            relative = relative_speeds([speeds.get(member, 0.0) for member in members], power)
             share = DataShare(rank, len(members), power, relative[rank], sum(relative))
             if share != self.learners.share_told:
                 self.learners.divide(share)

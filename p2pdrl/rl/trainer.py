@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from p2pdrl.config.task import LEAST_SPEED
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss
 from p2pdrl.rl.engines import EngineOptions
@@ -451,16 +452,18 @@ class Trainer:
                 learner's share has fewer minibatches, of as many rows as the others'; and optimizers begin
                 anew with each update of `LONG_UPDATE` gradients or more: what they remember is of another
                 path than that of the average.
-            speed: of this learner, that of the fastest one being 1. Parts are in proportion to it.
+            speed: of this learner, that of the fastest one being 1. Parts are in proportion to it; with 0 its
+                learning rate is 0, and what it makes short.
             total_speed: of all of them, the n of these rules; 0 takes all for equally fast.
         """
         algorithm, total = self.algorithm, total_speed or float(learners)
+        moves, speed = speed > 0.0, speed or LEAST_SPEED
         part = speed / total
         cuts = min(round(total), algorithm.minibatches // LEAST_MINIBATCHES, self.source.most_cuts(part))
         cuts = max(1, cuts) if rate_power else 1
         algorithm.cuts = cuts / speed if rate_power else 1.0
         self._batch_share = self.source.share(rank, learners, part / cuts)
-        algorithm.rate_factor = min(1.0, self._batch_share * cuts / speed) ** -rate_power
+        algorithm.rate_factor = moves * min(1.0, self._batch_share * cuts / speed) ** -rate_power
         gradients = algorithm.epochs * max(1, round(algorithm.minibatches / algorithm.cuts))
         self._forgets = bool(rate_power) and total > 1.0 and gradients >= LONG_UPDATE
 

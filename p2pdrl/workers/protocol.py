@@ -320,7 +320,8 @@ class DataShare(msgspec.Struct, frozen=True, tag="share"):
     rate_power: float = 0.0
     """With batches of 1/n of their length the learning rate is n to this power times as high."""
     speed: float = 1.0
-    """Of the learner, that of the fastest one being 1: its part is in proportion to it."""
+    """Of the learner, that of the fastest one being 1: its part is in proportion to it. 0: it has none, and
+    moves with the average only."""
     total_speed: float = 0.0
     """Of all of them; 0 takes all for equally fast."""
 

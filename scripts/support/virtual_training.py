@@ -572,7 +572,7 @@ class VirtualTraining:
         """Let the living learners know their part of each update."""
         power = rate_power(self.task, self.task.strategy)
         living = self._swarm.living
-        speeds = relative_speeds([node.learner.busy_steps_per_s for node in living])
+        speeds = relative_speeds([node.learner.busy_steps_per_s for node in living], power or 0.0)
         for number, (node, speed) in enumerate(zip(living, speeds, strict=True)):
             share = (0, 1, 0.0) if power is None else (number, len(living), power, speed, sum(speeds))
             node.learner.soon(functools.partial(node.learner.trainer.share, *share))

@@ -153,3 +153,15 @@ def test_optimizers_begin_anew_with_each_long_update_whose_result_is_averaged(
         made.append(learner.step().metrics["gradient_steps"])
     steps = int(learner.sidecar()["optimizer.steps"])
     assert steps == (made[-1] if begins_anew else sum(made))
+
+
+def test_a_learner_without_a_part_stays_where_it_is_and_goes_on_when_it_has_one():
+    learner = trainer(ppo(64))
+    learner.share(3, 4, 0.5, 0.0, 3.0)
+    before = learner.flat.copy()
+    stats = learner.step()
+    assert 0 < stats.env_steps <= ENVIRONMENTS * 8
+    np.testing.assert_array_equal(learner.flat, before)
+    learner.share(3, 4, 0.5, 1.0, 4.0)
+    learner.step()
+    assert (learner.flat != before).any()
