@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
@@ -787,6 +788,9 @@ def task_hash(task: TaskConfig) -> str:
 
 LEAST_SPEED = 1.0 / 8.0
 """Of the fastest learner's: see `relative_speeds`."""
+FASTEST = 4.0
+"""Times the median one: nobody is taken for faster than that, whatever it tells of itself, so that most
+learners always have a part."""
 
 
 def rate_power(task: TaskConfig, strategy: StrategyConfig) -> float | None:
@@ -814,9 +818,11 @@ def relative_speeds(steps_per_s: Sequence[float], rate_power: float = 0.0) -> li
         rate_power: as `rate_power` says; 0 where gradients are averaged.
     """
     known = [speed for speed in steps_per_s if 0.0 < speed < math.inf]
-    fastest = max(known, default=1.0)
+    fastest = min(max(known), FASTEST * statistics.median(known)) if known else 1.0
     found = [
-        2.0 ** (round(2.0 * math.log2(max(speed / fastest, LEAST_SPEED))) / 2.0) if speed in known else 1.0
+        2.0 ** (round(2.0 * math.log2(min(max(speed / fastest, LEAST_SPEED), 1.0))) / 2.0)
+        if speed in known
+        else 1.0
         for speed in steps_per_s
     ]
     return [0.0 if rate_power and speed <= LEAST_SPEED else speed for speed in found]

@@ -77,8 +77,14 @@ class NodeContext:
         return [node for node, has in roles if "actor" in has and not {"learner", "replay"} & set(has)]
 
     def acting(self) -> list[str]:
-        """Ids of all of them that act, whoever learns from it."""
-        return [member.id for member in self.others_alive() if "actor" in roles_in(member.tags)]
+        """Ids of all of them that act, whoever learns from it; also of suspects, who mostly come back."""
+        return [
+            member.id
+            for member in self.membership.members()
+            if member.state in ("alive", "suspect")
+            and not member.is_self
+            and "actor" in roles_in(member.tags)
+        ]
 
     def shards(self) -> dict[str, Address]:
         """Those of them that hold a shard of the replay memory for learners on other nodes."""

@@ -73,6 +73,8 @@ from p2pdrl.workers.protocol import DataShare, LearnerPace, LendActors, Progress
 __all__ = ["NOTHING", "ActiveMode", "Done", "Training"]
 
 LOOK_EVERY_S = 0.5
+STEADY_S = 3.0
+"""For so long the same nodes act before environments are divided among them anew."""
 ALONE_S = 2.0
 """After nobody has learned for so long, somebody who only acted begins."""
 LONGEST_END_S = 15.0
@@ -259,6 +261,8 @@ class Training:
     """When living learners were last looked for, and how fast they are, by id."""
     _last_divided_s = float("-inf")
     """When environments were last divided among actors."""
+    _seen_acting: tuple[float, list[str]] = (float("-inf"), [])
+    """Who was last seen to act for the same learner, and since when just those."""
 
     def __init__(
         self,
@@ -741,14 +745,21 @@ class Training:
         """Assign this node's actors their part of a batch's environments, looked at now and then.
 
         With n nodes that act for the same learner, or for learners that share out each update, each acts in
-        1/n of them; ε ladders are over all.
+        1/n of them, once n has been that for `STEADY_S`: environments begin anew where their number changes.
+        ε ladders are over all. A replay memory draws from the environments that have come, so actors keep
+        all of theirs there.
         """
         now_s = self._clock.monotonic()
         if self.actors is None or now_s < self._last_divided_s + LOOK_EVERY_S:
             return
         self._last_divided_s = now_s
-        nodes = [self._me] if self.task.scaling == "none" else self._acting_together()
-        self.actors.divide(nodes.index(self._me), len(nodes))
+        whole = self.task.scaling == "none" or self._replays
+        nodes = [self._me] if whole else self._acting_together()
+        since_s, seen = self._seen_acting
+        if nodes != seen:
+            self._seen_acting = since_s, _ = (now_s if seen else float("-inf")), nodes
+        if now_s >= since_s + STEADY_S:
+            self.actors.divide(nodes.index(self._me), len(nodes))
 
     def _acting_together(self) -> list[str]:
         """Ids of the nodes whose unrolls go to the same batches as ours, ourselves included."""
@@ -760,7 +771,7 @@ class Training:
             self._others_acting(),
             self._other_actors(),
             [*self._alive(), *([self._me] if self.learns else [])],
-            joint=divided or (self._replays and bool(self._shards())),
+            joint=divided,
         )
 
     def _living_learners(self) -> dict[str, float]:

@@ -181,7 +181,9 @@ class Trainer:
         self.collected: Callable[[], object] | None = None
         self._batch_share = 1.0
         self._forgets = False
-        """Whether each update is an optimizer's first."""
+        """Whether an update on mixed parameters is an optimizer's first."""
+        self._mixed = False
+        """Whether peers changed the parameters since the last update began."""
         self.layout: Layout = flat.layout
         optimizers = (loss.optimizer for loss in algorithm.losses)
         self._stateful: tuple[Stateful, ...] = (*optimizers, *algorithm.targets, source)
@@ -197,9 +199,10 @@ class Trainer:
         if self.collected is not None:
             self.collected()
         algorithm.policy_version = self.policy_version
-        if self._forgets:
+        if self._forgets and self._mixed:
             for loss in algorithm.losses:
                 loss.optimizer.forget()
+        self._mixed = False
         metrics = algorithm.update(batch)
         self.source.commit()
         episodes = batch.episodes
@@ -373,6 +376,7 @@ class Trainer:
         Raises:
             LayoutMismatchError: the delta has another length.
         """
+        self._mixed = True
         self._flat.add_(delta_D)
 
     def set_state(
@@ -450,8 +454,8 @@ class Trainer:
                 the configuration. Unless it is 0, parameters are averaged, after each update: shares are then
                 cut further, up to n times, so that learners are apart for a short time only; a slower
                 learner's share has fewer minibatches, of as many rows as the others'; and optimizers begin
-                anew with each update of `LONG_UPDATE` gradients or more: what they remember is of another
-                path than that of the average.
+                anew with each update of `LONG_UPDATE` gradients or more on parameters that were mixed: what
+                they remember is of another path than that of the average.
             speed: of this learner, that of the fastest one being 1. Parts are in proportion to it; with 0 its
                 learning rate is 0, and what it makes short.
             total_speed: of all of them, the n of these rules; 0 takes all for equally fast.

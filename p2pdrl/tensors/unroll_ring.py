@@ -487,10 +487,10 @@ def assignments(shares: Sequence[int], rank: int, nodes: int) -> list[Assignment
         shares: environments of each of its actors alone.
         rank: of the node among the ``nodes``, from 0.
     """
-    own = max(round(sum(shares) / nodes), len(shares))
-    first, found = rank * own, []
-    for environments in shares_of(own, len(shares)):
-        found.append(Assignment(environments, first, nodes * own))
+    parts = [max(part, len(shares)) for part in shares_of(sum(shares), nodes)]
+    first, found = sum(parts[:rank]), []
+    for environments in shares_of(parts[rank], len(shares)):
+        found.append(Assignment(environments, first, sum(parts)))
         first += environments
     return found
 

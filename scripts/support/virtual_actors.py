@@ -131,7 +131,8 @@ class VirtualActors:
         watch_work(self.trainer, lambda _batch, _seconds: None, self._computed)
         self.trainer.publish()
         lanes = UnrollRing(self._regions[0], found.spec).lanes
-        parts = nodes if task.scaling != "none" else 1
+        whole = task.scaling == "none" or isinstance(task.algorithm, ReplayOptions)
+        parts = 1 if whole else nodes
         self._actors = []
         for node, lane in enumerate(lanes):
             (own,) = assignments([environments], node % parts, parts)

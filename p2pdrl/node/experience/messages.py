@@ -179,8 +179,8 @@ def acting_together(
         acting: the other nodes that act, whether they learn or not.
         actors: those of them that don't learn.
         learners: all nodes that learn.
-        joint: whether learners share out each update or draw from the same replay memory; else each has
-            updates to itself, of its own unrolls and those of the nodes whose learner it is (`learner_of`).
+        joint: whether learners share out each update; else each has updates to itself, of its own unrolls
+            and those of the nodes whose learner it is (`learner_of`).
     """
     together, ranked = sorted({me, *acting}), sorted(learners)
     if joint or len(ranked) < 2:

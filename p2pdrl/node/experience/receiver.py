@@ -185,7 +185,8 @@ class ExperienceReceiver(ExperienceRoute):
             claim.filling = False
         if self._claims.get(sent.lane) is not claim:
             raise Refusal(409, "that lane isn't yours any more: enlist again")
-        if claim.serial and (sent.serial, sent.life) != (claim.serial + 1, claim.life):
+        followed = claim.serial + 1, claim.life, claim.acting
+        if claim.serial and (sent.serial, sent.life, environments) != followed:
             claim.lost += sent.serial - claim.serial - 1
             lane.started()  # its streams begin anew
         claim.serial, claim.life, claim.acting = sent.serial, sent.life, environments

@@ -53,7 +53,8 @@ def test_who_divides(preset: str, sets: str, power: float | None) -> None:
         ([500.0, 51.0], [1.0, LEAST_SPEED]),
         ([0.0, 500.0], [1.0, 1.0]),  # one isn't known yet
         ([0.0, 0.0], [1.0, 1.0]),
-        ([1e300, 1.0, math.inf, 1e-300], [1.0, LEAST_SPEED, 1.0, LEAST_SPEED]),
+        ([1e300, 1.0, math.inf, 1e-300], [1.0, 0.25, 1.0, LEAST_SPEED]),
+        ([1e300, 100.0, 120.0], [1.0, 2.0**-2.5, 0.25]),
     ],
 )
 def test_parts_go_by_what_learners_do_alone(steps_per_s, relative):
@@ -61,5 +62,7 @@ def test_parts_go_by_what_learners_do_alone(steps_per_s, relative):
 
 
 def test_who_is_much_slower_has_no_part_of_what_is_averaged():
-    assert relative_speeds([500.0, 88.0, 51.0, 0.0], 0.5) == pytest.approx([1.0, 2.0**-2.5, 0.0, 1.0])
+    assert relative_speeds([500.0, 480.0, 88.0, 51.0, 0.0], 0.5) == pytest.approx([1, 1, 2.0**-2.5, 0, 1])
+    assert relative_speeds([1e300, 100.0, 120.0], 0.5)[1:] == pytest.approx([2.0**-2.5, 0.25])
+    assert relative_speeds([1000.0, 10.0, 10.0], 0.5) == [1.0, 0.25, 0.25], "most have a part"
     assert relative_speeds([0.0], 0.5) == relative_speeds([3.0], 0.5) == [1.0]

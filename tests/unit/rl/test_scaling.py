@@ -150,9 +150,12 @@ def test_optimizers_begin_anew_with_each_long_update_whose_result_is_averaged(
     learner, made = trainer(PPOConfig(unroll_steps=64, epochs=4, minibatches=minibatches)), []
     for share in shares:
         learner.share(*share)
+        learner.add_delta(np.zeros_like(learner.flat))
         made.append(learner.step().metrics["gradient_steps"])
     steps = int(learner.sidecar()["optimizer.steps"])
     assert steps == (made[-1] if begins_anew else sum(made))
+    alone = learner.step().metrics["gradient_steps"]
+    assert int(learner.sidecar()["optimizer.steps"]) == steps + alone, "nobody changed anything"
 
 
 def test_a_learner_without_a_part_stays_where_it_is_and_goes_on_when_it_has_one():
