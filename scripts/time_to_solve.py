@@ -323,7 +323,7 @@ def middle(rows: Sequence[Mapping[str, str]], key: str) -> float | None:
 
 def spread(rows: Sequence[Mapping[str, str]], key: str, form: str = "{:,.0f}") -> str:
     """Median and range of what the solved seeds have."""
-    values = [float(row[key]) for row in rows if row["solved"] == "1" and row[key] != ""]
+    values = [float(row[key]) for row in rows if row["solved"] == "1" and row.get(key, "") != ""]
     if not values:
         return ""
     low, mid, high = (form.format(value) for value in (min(values), statistics.median(values), max(values)))

@@ -196,6 +196,24 @@ def test_nodes_come_and_go_while_it_trains(script):
     assert curve[-1][0] > 1 + 2 + (8000 - 1000 - 3000) / 500 * 0.8
 
 
+@pytest.mark.parametrize(
+    ("preset", "sets"), [("impala", ()), ("apex_dqn", ("task.algorithm.learning_starts=200",))]
+)
+def test_one_learns_and_all_act(script, preset, sets):
+    sets = (*sets, "task.stop.env_steps=2000", "task.evaluation.every=1000", "task.evaluation.episodes=2")
+    rows = []
+    for nodes in (1, 4, 4):
+        setting = script.Setting("", preset, sets, 500.0, "lan", script.Costs(0.002, 0.0005), learners=1)
+        rows.append(script.run_virtual(setting, nodes, 4))
+    alone, together, again = rows
+    assert together["curve"] == again["curve"], "a seed gives one course"
+    assert together["seconds"] == pytest.approx(alone["seconds"] / 4, rel=0.2)
+    assert (alone["learners"], alone["mb"]) == (1, 0)
+    assert together["mb"] > 0
+    assert 0 < alone["learner_busy"] < together["learner_busy"] < 1
+    assert together["staleness"] < 8
+
+
 def row(name, nodes, seed, seconds, samples, *, solved=True, best=500.0):
     values = {"name": name, "preset": "cartpole", "goal": "475.0", "nodes": nodes, "seed": seed,
               "solved": int(solved), "seconds": seconds, "samples": samples, "gradients": 10, "mb": 1.5,
@@ -244,8 +262,8 @@ def test_the_table_compares_with_the_quickest_single_node(script):
     lines = script.table(rows)
     two = next(line for line in lines if line.startswith("| constant | 2 |"))
     assert two == (
-        "| constant | 2 | 2 of 3 | 46 | 2.00 | 46,000 | 1.02 | 10 | 1.5 | 2% | 310 |"
+        "| constant | 2 | 2 of 3 | 46 | 2.00 | 46,000 | 1.02 | 10 | 1.5 | 2% |  |  | 310 |"
     )  # fmt: skip
     four = next(line for line in lines if line.startswith("| constant | 4 |"))
-    assert four == "| constant | 4 | 0 of 1 |  |  |  |  |  |  |  | 200 |"
+    assert four == "| constant | 4 | 0 of 1 |  |  |  |  |  |  |  |  |  | 200 |"
     assert len({line.count("|") for line in lines}) == 1
