@@ -259,6 +259,8 @@ class Training:
 
     _last_look: tuple[float, dict[str, float]] = (float("-inf"), {})
     """When living learners were last looked for, and how fast they are, by id."""
+    _divided_by: tuple[float, float, list[str]] | None = None
+    """What parts of updates were last reckoned from: that look, rate power, members."""
     _last_divided_s = float("-inf")
     """When environments were last divided among actors."""
     _seen_acting: tuple[float, list[str]] = (float("-inf"), [])
@@ -727,6 +729,7 @@ class Training:
         self.divide_environments()
         power = rate_power(self.task, self.mode.config)
         if power is None:
+            self._divided_by = None
             if self.learners.share_told is not None:
                 self.learners.divide(DataShare(0, 1))
             return
@@ -734,7 +737,9 @@ class Training:
         view = None if group is None else group.view
         speeds = self._living_learners()
         members = sorted(speeds if view is None else view.members)
-        if self._me in members:
+        looked = self._last_look[0], power, members
+        if self._me in members and looked != self._divided_by:
+            self._divided_by = looked
             rank = members.index(self._me)
             relative = relative_speeds([speeds.get(member, 0.0) for member in members], power)
             share = DataShare(rank, len(members), power, relative[rank], sum(relative))

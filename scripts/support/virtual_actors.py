@@ -20,7 +20,6 @@ import numpy as np
 
 from p2pdrl.config.task import ReplayOptions, TaskConfig
 from p2pdrl.planner.description import NodeLink
-from p2pdrl.rl.evaluate import evaluate
 from p2pdrl.rl.registry import RolloutContext, build_trainer
 from p2pdrl.rl.rollout import RawUnroll
 from p2pdrl.rl.rollout_worker import RolloutWorker
@@ -29,7 +28,7 @@ from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.shared_policy import ActingPolicy, SharedPolicy
 from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollRing, assignments
 from p2pdrl.workers.actor_source import ActorSource
-from support.virtual_training import NEWS_S, Costs, Judged, watch_work
+from support.virtual_training import NEWS_S, Costs, Judged, evaluated, watch_work
 
 __all__ = ["VirtualActors"]
 
@@ -178,7 +177,8 @@ class VirtualActors:
                 self.trainer.set_progress(min(1.0, self.env_steps / limit), self.env_steps)
             if self.env_steps >= due + every:
                 due = self.env_steps // every * every
-                value = self._evaluate()
+                vector, number = self.trainer.flat, len(self.judged) + 1
+                value = evaluated(self.task, self._judge, vector, self.trainer, number)
                 self.judged.append(Judged(self._now_s, self.env_steps, value))
                 good = good + 1 if value >= goal else 0
                 if good == in_a_row:
@@ -276,15 +276,3 @@ class VirtualActors:
         self.trainer.publish()
         self._act(self._actors[0])
         self._learn()
-
-    def _evaluate(self) -> float:
-        task, judge = self.task, self._judge
-        judge.set_state(self.trainer.flat, None)
-        return evaluate(
-            judge.policy,
-            task.env,
-            task.evaluation.episodes,
-            greedy=task.evaluation.mode == "greedy",
-            seed=len(self.judged) + 1,
-            normalizer=self.trainer.observation_normalizer,
-        ).mean

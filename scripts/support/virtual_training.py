@@ -44,7 +44,15 @@ from p2pdrl.testing.virtual_time import VirtualTimeLoop
 from p2pdrl.workers.learner_modes import ModeSwitcher
 from p2pdrl.workers.replica import Replica
 
-__all__ = ["Costs", "Judged", "TrainingLearner", "VirtualTraining", "measured_costs", "watch_work"]
+__all__ = [
+    "Costs",
+    "Judged",
+    "TrainingLearner",
+    "VirtualTraining",
+    "evaluated",
+    "measured_costs",
+    "watch_work",
+]
 
 MOST_NODES = 64
 """That ever are in one swarm."""
@@ -141,6 +149,24 @@ def watch_work(
             return terms
 
         loss.engine.gradients = computes
+
+
+def evaluated(task: TaskConfig, judge: Trainer, vector: Float32Array, learner: Trainer, number: int) -> float:
+    """Return the mean return of a policy that a learner has, of the evaluation of that number.
+
+    Args:
+        judge: lends its network.
+        vector: the parameters.
+    """
+    judge.set_state(vector, None)
+    return evaluate(
+        judge.policy,
+        task.env,
+        task.evaluation.episodes,
+        greedy=task.evaluation.mode == "greedy",
+        seed=number,
+        normalizer=learner.observation_normalizer,
+    ).mean
 
 
 class _Ended(BaseException):
@@ -556,17 +582,8 @@ class VirtualTraining:
     def _evaluate(self) -> float:
         living = self._swarm.living
         node = living[len(self.judged) % len(living)]
-        task, judge = self.task, self._judge
-        judge.set_state(node.learner.now(), None)
-        own = node.learner.trainer.observation_normalizer
-        return evaluate(
-            judge.policy,
-            task.env,
-            task.evaluation.episodes,
-            greedy=task.evaluation.mode == "greedy",
-            seed=len(self.judged) + 1,
-            normalizer=own,
-        ).mean
+        trainer = node.learner.trainer
+        return evaluated(self.task, self._judge, node.learner.now(), trainer, len(self.judged) + 1)
 
     def _divide(self) -> None:
         """Let the living learners know their part of each update."""
