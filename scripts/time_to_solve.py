@@ -25,7 +25,8 @@ What changes with N is the task's own business (`task.scaling`); what else diffe
     python scripts/time_to_solve.py lunarlander --goal 200 --nodes 2 4 --name real --real
 
 `--real` has nodes of processes and sockets on this machine instead, whose environments sleep; figures mean
-something while the machine is less than about half busy (`busy`).
+something while the machine is less than about half busy (`busy`). With `--pace-ms 0` they do not sleep: that
+is what the cores of this machine make of it, and policies are judged afterwards.
 
 Rows are added to OUT/runs.csv as they come; what is there isn't run again. `--table-only` reads them.
 """
@@ -35,13 +36,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
+import io
 import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -52,8 +54,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from p2pdrl.config.loader import resolve
 from p2pdrl.config.mode import protocol_of
 from p2pdrl.config.task import TaskConfig
+from p2pdrl.errors import P2PDRLError
 from p2pdrl.planner.description import LAN, LOOPBACK, WAN
 from p2pdrl.planner.parsing import machines_of
+from p2pdrl.rl.evaluate import evaluate
+from p2pdrl.tensors.checkpoint import from_bytes
+from p2pdrl.workers.evaluator import Players
 from support.plots import COLOURS, pyplot, save
 from support.rows import Rows, command_line, commit
 from support.virtual_actors import VirtualActors
@@ -82,6 +88,8 @@ FIELDS = (
     *("gradient_ms", "row_us", "commit", "command", "curve"),
 )
 PICTURES_ACROSS = 3
+LOOK_S = 0.25
+"""How often a real swarm is asked how far it is."""
 LINKS = {"loopback": LOOPBACK, "lan": LAN, "wan": WAN}
 
 
@@ -171,15 +179,19 @@ def run_virtual(setting: Setting, nodes: int, seed: int) -> dict[str, Any]:
     found = (all_learn if not setting.learners else one_learns)(setting, nodes, seed)
     judged: Sequence[Judged] = found.pop("judged")
     last = judged[-1] if judged else Judged(0.0, 0, float("nan"))
-    return setting.row(nodes, seed) | found | {
-        "kind": "virtual",
-        "seconds": round(last.seconds, 1),
-        "samples": last.env_steps,
-        "best": round(max((one.value for one in judged), default=float("nan")), 1),
-        "wall_s": round(time.perf_counter() - began_s, 1),
-        "busy": "",
-        "curve": json.dumps([(round(one.seconds, 1), one.env_steps, round(one.value, 1)) for one in judged]),
-    }  # fmt: skip
+    return (
+        setting.row(nodes, seed)
+        | found
+        | {
+            "kind": "virtual",
+            "seconds": round(last.seconds, 1),
+            "samples": last.env_steps,
+            "best": round(max((one.value for one in judged), default=float("nan")), 1),
+            "wall_s": round(time.perf_counter() - began_s, 1),
+            "busy": "",
+            "curve": curve(judged),
+        }
+    )
 
 
 def one_learns(setting: Setting, nodes: int, seed: int) -> dict[str, Any]:
@@ -220,9 +232,84 @@ def all_learn(setting: Setting, nodes: int, seed: int) -> dict[str, Any]:
     }
 
 
+class Judge:
+    """Plays evaluations of a real swarm's policies, in the order in which they come, in a thread.
+
+    Args:
+        setting: whose goal counts.
+        waits: play nothing before `finish`: where the swarm itself leaves no processor free.
+    """
+
+    def __init__(self, setting: Setting, *, waits: bool) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self._setting, self._waits = setting, waits
+        self._players = Players(0, "cpu", allow_import=False)
+        self._thread = ThreadPoolExecutor(1)
+        self._due: list[tuple[float, int, bytes]] = []
+        self._playing: list[Future[Judged]] = []
+
+    def take(self, seconds: float, env_steps: int, checkpoint: bytes) -> None:
+        """Have a policy judged that the swarm had at that time."""
+        if self._waits:
+            self._due.append((seconds, env_steps, checkpoint))
+        else:
+            number = len(self._playing) + 1
+            self._playing.append(self._thread.submit(self._play, seconds, env_steps, checkpoint, number))
+
+    def _play(self, seconds: float, env_steps: int, checkpoint: bytes, number: int) -> Judged:
+        trainer, task = self._players.of(from_bytes(checkpoint))
+        asked = self._setting.task(0).evaluation
+        return Judged(
+            seconds,
+            env_steps,
+            evaluate(
+                trainer.policy,
+                task.env,
+                asked.episodes,
+                greedy=asked.mode == "greedy",
+                seed=number,
+                normalizer=trainer.observation_normalizer,
+            ).mean,
+        )
+
+    def finish(self) -> None:
+        """Play what hasn't been, until the goal is reached."""
+        self._waits = False
+        for one in self._due:
+            if self.solved:
+                break
+            self.take(*one)
+            self._playing[-1].result()
+        self._thread.shutdown()
+
+    @property
+    def judged(self) -> list[Judged]:
+        """What has been judged, to the second in a row that is at the goal."""
+        found: list[Judged] = []
+        for one in self._playing:
+            if not one.done() or (len(found) > 1 and self._reached(found)):
+                break
+            found.append(one.result())
+        return found
+
+    @property
+    def solved(self) -> bool:
+        """Whether two in a row were at the goal."""
+        return self._reached(self.judged)
+
+    def _reached(self, judged: Sequence[Judged]) -> bool:
+        return len(judged) > 1 and min(one.value for one in judged[-2:]) >= self._setting.goal
+
+
 def run_real(setting: Setting, nodes: int, seed: int, budget_s: float) -> dict[str, Any]:
-    """The same with nodes on loopback whose environments sleep."""
-    from compare_systems import SAMPLE_S, Course, Staleness, begin, look, reached
+    """The same with nodes on loopback whose environments sleep.
+
+    Their policies are fetched as evaluations fall due, and judged here: nodes judge by themselves only as
+    often as that takes little of their time.
+    """
+    from compare_systems import begin
     from support.local_swarm import LocalSwarm, Meter, processors_busy
 
     began_s = time.perf_counter()
@@ -230,36 +317,52 @@ def run_real(setting: Setting, nodes: int, seed: int, budget_s: float) -> dict[s
     sets = [
         *setting.sets_of(seed),
         f"node.learner.step_delay_s={setting.costs.env_step_s * task.env.num_envs:g}",
+        "task.evaluation.every=0",
     ]
     command = ["--config", setting.preset, *(f"--set={one}" for one in sets)]
+    judge = Judge(setting, waits=setting.costs.env_step_s == 0.0)
+    seconds, due, points, sent = 0.0, 0, 0, 0.0
     with LocalSwarm(nodes, command) as swarm:
         begin(swarm)
         processors_busy()
-        course, stale, meter = Course(), Staleness(), Meter(swarm)
-        while swarm.living and reached(course.points, setting.goal) is None:
-            time.sleep(SAMPLE_S)
-            look(swarm, meter, course, stale)
-            if course.samples[-1]["seconds"] >= budget_s:
-                break
+        meter = Meter(swarm)
+        while swarm.living and not judge.solved and seconds < budget_s:
+            time.sleep(LOOK_S)
+            steps = max((int(node.status().get("swarm_env_steps") or 0) for node in swarm.living), default=0)
+            seconds = time.monotonic() - meter.began_s
+            if steps < due + task.evaluation.every:
+                continue
+            due = steps // task.evaluation.every * task.evaluation.every
+            policy = io.BytesIO()
+            try:
+                swarm.living[points % len(swarm.living)].client.download("/v1/checkpoint", policy)
+            except (P2PDRLError, IndexError):
+                continue  # it ends just now
+            judge.take(seconds, steps, policy.getvalue())
+            points, sent = points + 1, meter.sample()["bytes"]
         busy = processors_busy()
-    points, place, last = course.points, reached(course.points, setting.goal), course.samples[-1]
-    seconds, samples = last["seconds"], last["swarm_env_steps"]
-    if place is not None:
-        seconds, samples = max(points[place - 1][0], points[place][0]), points[place][1]
+    judge.finish()
+    judged = judge.judged
+    last = judged[-1] if judged else Judged(seconds, 0, float("nan"))
     return setting.row(nodes, seed) | {
         "kind": "real",
-        "solved": int(place is not None),
-        "seconds": round(seconds, 1),
-        "samples": int(samples),
-        "node_steps": round(samples / nodes),
+        "solved": int(judge.solved),
+        "seconds": round(last.seconds, 1),
+        "samples": last.env_steps,
+        "node_steps": round(last.env_steps / nodes),
         "gradients": "",
-        "mb": round(last["bytes"] / nodes / 1e6, 2),
+        "mb": round(sent / nodes / 1e6, 2),
         "waited": "",
-        "best": round(max((mean for _, _, mean in points), default=float("nan")), 1),
+        "best": round(max((one.value for one in judged), default=float("nan")), 1),
         "wall_s": round(time.perf_counter() - began_s, 1),
         "busy": round(busy, 2),
-        "curve": json.dumps([(round(at_s, 1), steps, round(mean, 1)) for at_s, steps, mean in points]),
+        "curve": curve(judged),
     }
+
+
+def curve(judged: Sequence[Judged]) -> str:
+    """JSON of (seconds, environment steps, mean return)."""
+    return json.dumps([(round(one.seconds, 1), one.env_steps, round(one.value, 1)) for one in judged])
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> list[str]:

@@ -20,9 +20,12 @@ what can be derived (the sum tree, which rows count) is derived anew. One proces
 
 There may be fewer streams than there might: the memory is divided among those that have come, the *grid*, and
 anew when others come, which keeps the newest rows of each. Streams move one after the other, each to places
-that no later one lies in; one that is being moved when the process is killed loses its rows, the others are
-where their words say, and whoever attaches moves the rest. Serials that are handed out carry how often that
-was: what is said of rows as they lay before is passed over.
+that none lies in which is yet to move; one that is being moved when the process is killed loses its rows, the
+others are where their words say, and whoever attaches moves the rest. Serials that are handed out carry how
+often that was: what is said of rows as they lay before is passed over.
+
+A stream to which nothing has come while all others came round their rings is given up: an actor has died, or
+acts in fewer environments. Its rows, older than all others, would be drawn for ever. Its room is the others'.
 
 Prioritized experience replay: Schaul 2016, arXiv 1511.05952, sections 3.3 and 3.4; with several actors and n
 steps: Horgan 2018, arXiv 1803.00933.
@@ -57,8 +60,11 @@ BoolArray = npt.NDArray[np.bool_]
 DTYPES = ("bool", "uint8", "int64", "float32", "float64")
 MAX_FRAMES = 256
 _LINE_BYTES = 64
-_USED, _GRID, _TIMES = range(3)
-"""Words: how many streams have come, among how many the memory is divided, how often that was done anew."""
+_USED, _GRID, _TIMES, _GONE = range(4)
+"""Words: how many streams have come, among how many the memory is divided, how often that was done anew, and
+how many rows came to streams that were given up."""
+_GIVEN_UP = -1
+"""In place of a stream's number and one."""
 _SERIAL_BITS = 40
 _VALID, _TERMINATED, _TRUNCATED, _PARTIAL = (np.uint8(1 << bit) for bit in range(4))
 """Bits of a row; partial: frames of its stack were lost before the row came."""
@@ -152,7 +158,7 @@ class ReplayLayout:
         return [
             ((1,), "int64"),
             ((1,), "float64"),
-            ((3,), "int64"),
+            ((4,), "int64"),
             ((self.streams,), "int64"),
             ((self.streams,), "int64"),
             ((self.streams,), "int64"),
@@ -271,8 +277,15 @@ class ReplayMemory:
         self._eligible_slots: Int64Array | None = None
         self._count = 0
         self._tree = None if layout.alpha is None else SumTree(layout.places)
-        self._numbers_C[self._numbers_C > self._used] = 0  # a process was killed before it counted these
+        # a process was killed before it counted these
+        self._numbers_C[self._numbers_C > self._used] = 0
+        self._counts_S[self._used :] = self._oldest_S[self._used :] = 0
         self._divide()
+        self._came_S = np.full(layout.streams, self.appended)
+        # a process was killed as it gave these up
+        nobodys = np.setdiff1d(np.arange(self._used), self._numbers_C - 1)
+        if len(nobodys):
+            self._give_up(nobodys)
 
     def _claim(self) -> None:
         """Mark a new buffer as one of this layout; refuse that of another."""
@@ -311,20 +324,67 @@ class ReplayMemory:
         grid = int(self._words[_GRID])
         if used + len(new) > grid:
             # a little more than needed, lest every stream that comes moves all others
-            grid = min(max(used + len(new), grid + grid // 4), self.layout.streams)
-            self._words[_TIMES] += int(used > 0)
-            self._words[_GRID] = grid
-            fence()
-            self._divide()
+            self._divide_among(min(max(used + len(new), grid + grid // 4), self.layout.streams))
         self._numbers_C[new] = used + 1 + np.arange(len(new))
         fence()
         self._words[_USED] = used + len(new)
         return self._numbers_of(columns_B)
 
+    def _give_up(self, numbers: Int64Array) -> None:
+        """Forget streams and their rows; give their room to the others."""
+        self._words[_TIMES] += 1
+        for number in np.sort(numbers)[::-1].tolist():
+            self._replace(number, self._used - 1)
+        self._divide_among(max(self._used, 1))
+
+    def _replace(self, number: int, last: int) -> None:
+        """Forget a stream; the last one takes its place and number."""
+        self._numbers_C[self._numbers_C == number + 1] = _GIVEN_UP
+        self._words[_GONE] += self._counts_S[number]
+        fence()
+        if number != last:
+            oldest, count = int(self._oldest_S[last]), int(self._counts_S[last])
+            self._oldest_S[number] = max(count, int(self._counts_S[number]))  # no rows, whatever is there
+            self._counts_S[number] = count
+            fence()
+            serials = np.arange(oldest, count + 1)
+            for column in self._columns:
+                if column.size:
+                    column[number * self._places + serials % self._places] = column[
+                        last * self._places + serials % self._places
+                    ]
+            self._came_S[number] = self._came_S[last]
+            fence()
+            self._numbers_C[self._numbers_C == last + 1] = number + 1
+            fence()
+            self._oldest_S[number] = oldest
+        self._words[_USED] = last
+        fence()
+        self._counts_S[last] = self._oldest_S[last] = 0
+
+    def _give_up_those_left_behind(self) -> None:
+        """Give up streams to which nothing came while as many rows came to others as those have room for."""
+        now, came_S = self.appended, self._came_S[: self._used]
+        others_S = len(came_S) - np.searchsorted(np.sort(came_S), came_S, side="right")
+        behind_S = (now - came_S >= self.rows * others_S) & (others_S > 0)
+        # a process may have been killed before it gave the others their room
+        if behind_S.any() or int(self._words[_GRID]) > len(came_S) + len(came_S) // 4:
+            self._give_up(np.flatnonzero(behind_S))
+
+    def _divide_among(self, grid: int) -> None:
+        """Divide the memory anew."""
+        self._words[_TIMES] += int(self._used > 0)
+        self._words[_GRID] = grid
+        fence()
+        self._divide()
+
     def _divide(self) -> None:
         """Bring all streams to where they lie by the grid in force, and find out which rows count."""
         used = self._used
-        for stream in np.flatnonzero(self._grids_S[:used] != self._words[_GRID]).tolist():
+        moving = np.flatnonzero(self._grids_S[:used] != self._words[_GRID])
+        if len(moving) and self.layout.capacity // int(self._grids_S[moving[0]]) < self.rows:
+            moving = moving[::-1]  # to places that no earlier one lies in
+        for stream in moving.tolist():
             self._move(stream)
         self._grids_S[used:] = self._words[_GRID]
         self._places = self.rows + 1
@@ -398,7 +458,7 @@ class ReplayMemory:
         Where steps between were lost, the last row before is cut there: its return ends as at a truncation,
         with the value of the observation that did follow. Its first rows afterwards have no stack of frames
         that is known; they count from the (K−1)th, or from the next episode on. A stream whose row 0 isn't
-        what its last unroll ended with is taken for one that restarts.
+        what its last unroll ended with is taken for one that restarts, like one that was given up before.
 
         Args:
             obs_T1BX: raw observations, of the layout's dtype.
@@ -420,12 +480,14 @@ class ReplayMemory:
         T, B = rewards_TB.shape
         columns_B = np.arange(B) if columns_B is None else np.asarray(columns_B, np.int64)
         self._check(obs_T1BX, actions, rewards_TB, (terminated_TB, truncated_TB, valid_TB), columns_B)
+        again_B = self._numbers_C[columns_B] == _GIVEN_UP
         streams_B = self._admit(columns_B)
         places = self._places
         had_B = self._counts_S[streams_B]
         bases_B = streams_B * places
         behind_B = bases_B + had_B % places
         lost_B = (self._frames[behind_B] != obs_T1BX[0].reshape(B, -1)).any(axis=1) & (had_B > 0)
+        lost_B |= again_B
         if restarts_B is not None:
             lost_B |= np.asarray(restarts_B, np.bool_)
         cut_B = lost_B & (had_B > 0)
@@ -452,6 +514,8 @@ class ReplayMemory:
         fence()
         self._counts_S[streams_B] = begins_B + T
         self._settle(streams_B, T + 1 + self.n_step)
+        self._came_S[streams_B] = self.appended
+        self._give_up_those_left_behind()
 
     def _check(
         self, obs_T1BX: Array, actions: Array, rewards_TB: Array, flags: tuple[Array, ...], columns_B: Array
@@ -715,7 +779,7 @@ class ReplayMemory:
         )
 
     def rows_of(self, columns_N: Int64Array) -> Int64Array:
-        """Return how many rows ever came to some streams, which `append` names so."""
+        """Return how many rows came to streams, which `append` names so, since each was given up last."""
         numbers_N = self._numbers_of(columns_N)
         rows_N: Int64Array = np.where(numbers_N < 0, 0, self._counts_S.take(np.maximum(numbers_N, 0)))
         return rows_N
@@ -733,7 +797,7 @@ class ReplayMemory:
     @property
     def appended(self) -> int:
         """Rows that ever came, resets included."""
-        return int(self._counts_S.sum())
+        return int(self._counts_S.sum()) + int(self._words[_GONE])
 
     # priorities
 

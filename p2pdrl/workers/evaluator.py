@@ -29,7 +29,7 @@ from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.workers.child import child_main
 from p2pdrl.workers.protocol import FrameBuffer, Play, Played, decode_play, frame
 
-__all__ = ["main"]
+__all__ = ["Players", "main"]
 
 
 def _read(path: str) -> Checkpoint:

@@ -9,6 +9,7 @@ is the learner's own: of its rows as many are new at each update as `min_replay_
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
@@ -168,7 +169,10 @@ class VirtualActors:
         limit = self.task.stop.env_steps or math.inf
         every, due, good, told_s = self.task.evaluation.every, 0, 0, 0.0
         for actor in self._actors:
-            self._act(actor)
+            # machines aren't in step: their first unrolls begin at even distances
+            steps = getattr(self.task.algorithm, "unroll_steps", 1) * actor.worker.environments
+            unroll_s = steps * self._costs.env_step_s * actor.factor
+            self._at(unroll_s * actor.node / len(self._actors), functools.partial(self._act, actor))
         while self.env_steps < limit:
             self._now_s, _, event = heapq.heappop(self._events)
             event()

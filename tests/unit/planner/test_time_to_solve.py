@@ -8,12 +8,15 @@ import json
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from p2pdrl.config.loader import resolve
 from p2pdrl.errors import UsageError
 from p2pdrl.planner.description import LAN
+from p2pdrl.rl.registry import build_trainer
+from p2pdrl.tensors.checkpoint import Checkpoint, chunks
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 SMALL = (
@@ -267,3 +270,31 @@ def test_the_table_compares_with_the_quickest_single_node(script):
     four = next(line for line in lines if line.startswith("| constant | 4 |"))
     assert four == "| constant | 4 | 0 of 1 |  |  |  |  |  |  |  |  |  | 200 |"
     assert len({line.count("|") for line in lines}) == 1
+
+
+def checkpoint_of(task, favours=None):
+    """A checkpoint's content; of a policy that always takes the action that it ``favours``."""
+    trainer = build_trainer(task, seed=1, device="cpu")
+    vector = trainer.flat.copy()
+    if favours is not None:
+        (bias,) = (entry for entry in trainer.layout.entries if entry.shape == (2,))
+        trainer.layout.views(vector)[bias.name][favours] = 100.0
+    meta = {"layout": trainer.layout.to_wire(), "task": msgspec.to_builtins(task)}
+    made = Checkpoint(vector, meta=meta)
+    trainer.close()
+    return b"".join(bytes(part) for part in chunks(made))
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_policies_of_a_real_swarm_are_judged_to_the_second_at_the_goal(script, waits):
+    """A cart that is always pushed one way falls after 8 to 10 steps; one at random after 20 and more."""
+    sets = ("task.evaluation.episodes=10",)
+    setting = script.Setting("real", "cartpole", sets, 12.0, "lan", script.Costs())
+    judge = script.Judge(setting, waits=waits)
+    falls, random = checkpoint_of(setting.task(0), 1), checkpoint_of(setting.task(0))
+    for number, policy in enumerate((random, falls, random, random, falls), 1):
+        judge.take(float(number), 1000 * number, policy)
+    judge.finish()
+    assert judge.solved
+    assert [(one.seconds, one.env_steps) for one in judge.judged] == [(n, 1000 * n) for n in range(1, 5)]
+    assert [one.value >= 12.0 for one in judge.judged] == [True, False, True, True]

@@ -194,7 +194,9 @@ def test_every_row_is_that_of_a_naive_memory(n, alpha, K, axis):
     choose = np.random.default_rng(n + 100)
     for turn in range(30):
         count = int(choose.integers(1, 5))  # stream 4 is rarer: another fill
-        columns = choose.permutation(4 + (turn % 4 == 0))[:count]
+        columns = choose.permutation(4)[:count]
+        if turn % 4 == 0:
+            columns[0] = 4
         restarts = choose.random(count) < 0.2
         for b, restart in zip(columns, restarts, strict=True):
             if restart and environments.history[b]:
@@ -409,11 +411,88 @@ def test_streams_that_have_come_share_all_rows():
     new = memory.sample(100, rng, discount=GAMMA)
     assert memory.update_priorities(new.indices_N, new.serials_N, np.full(100, 1.0)) == 100
     assert memory.rows_of(np.array([3, 7, 0, 11])).tolist() == [84, 84, 7, 0]
-    grown(environments, memory, 9, [11, 0, 5, 7])
+    grown(environments, memory, 3, [11, 0, 5, 7])
     assert (memory.rows, memory.layout.rows) == (24, 10)
     check(memory, environments, rng)
     grown(environments, memory, 4, list(range(12)))
     assert (memory.rows, memory.stored) == (10, 120)
+    check(memory, environments, rng)
+
+
+def given_up(environments, columns):
+    for row in (row for b in columns for row in environments.history[b]):
+        row["shown"] = False
+
+
+def test_a_stream_that_others_left_behind_is_given_up():
+    """Two of four environments aren't acted in any more: their rows go, the others have their room."""
+    environments, rng = Environments(4, seed=23, dtype="uint8"), np.random.default_rng(0)
+    layout = layout_of(4, 120, obs_dtype="uint8", frame_stack=3, alpha=0.6)
+    memory = ReplayMemory(layout, n_step=3)
+    grown(environments, memory, 6, [2, 0, 1, 3])
+    old = memory.sample(100, rng, discount=GAMMA)
+    grown(environments, memory, 4, [1, 2])
+    assert (memory.rows, memory.stored, memory.appended) == (30, 120, 224)
+    check(memory, environments, rng)
+    grown(environments, memory, 1, [1, 2])  # they have come round: 35 rows each
+    given_up(environments, (0, 3))
+    assert (memory.rows, memory.stored, memory.appended) == (60, 60, 238)
+    known = {row["obs"].tobytes() for b in (1, 2) for row in environments.history[b]}
+    assert {obs[-1].tobytes() for obs in memory.sample(200, rng, discount=GAMMA).obs_NX} <= known
+    assert memory.update_priorities(old.indices_N, old.serials_N, np.full(100, 5.0)) == 0
+    assert memory.rows_of(np.array([0, 1, 2, 3])).tolist() == [0, 77, 77, 0]
+    grown(environments, memory, 5, [1, 2])
+    assert (memory.stored, memory.full) == (120, True)
+    check(memory, environments, rng)
+    grown(environments, memory, 2, [0, 1])  # in the middle of an episode, whose first frames nobody knows
+    assert memory.rows == 40
+    check(memory, environments, rng)
+
+
+def test_streams_that_come_unevenly_are_kept():
+    environments, rng = Environments(5, seed=24), np.random.default_rng(0)
+    memory = ReplayMemory(layout_of(5, 500), n_step=1)
+    for turn in range(120):
+        grown(environments, memory, 1, [0, 1, 2, *[3] * (turn % 3 == 0), *[4] * (turn % 12 == 0)])
+    assert memory.rows == 100
+    check(memory, environments, rng)
+
+
+@pytest.mark.parametrize("fence", range(1, 14))
+def test_a_kill_while_streams_are_given_up_loses_one_more_at_most(monkeypatch, fence):
+    environments, rng = Environments(5, seed=25, dtype="uint8"), np.random.default_rng(0)
+    layout = layout_of(5, 150, obs_dtype="uint8", frame_stack=3, alpha=0.6)
+    buffer = bytearray(layout.nbytes)
+    memory = ReplayMemory(layout, n_step=3, buffer=memoryview(buffer))
+    grown(environments, memory, 6, [4, 0, 1, 2, 3])
+    grown(environments, memory, 4, [0, 2, 4])
+    last, calls = environments.unroll([0, 2, 4], 7), 0
+
+    def killed():
+        nonlocal calls
+        calls += 1
+        if calls == fence + 2:  # two are the append's own
+            raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "fence", killed)
+        with pytest.raises(KilledError):
+            memory.append(*last[0], **last[1], columns_B=np.array([0, 2, 4]))
+    memory = ReplayMemory(layout, n_step=3, buffer=memoryview(buffer))
+    expected = environments.expected(3, 3, 150)
+    sample = memory.sample(400, rng, discount=GAMMA)
+    for row in range(400):
+        want = expected[sample.obs_NX[row, -1].tobytes()]
+        assert (sample.obs_NX[row] == want["obs"]).all()
+        assert (sample.next_obs_NX[row] == want["next_obs"]).all()
+    seen = {obs[-1].tobytes() for obs in sample.obs_NX}
+    keys = [{row["obs"].tobytes() for row in history} for history in environments.history]
+    lost = [b for b in (0, 2, 4) if not keys[b] & seen]
+    assert len(lost) <= 1
+    grown(environments, memory, 6, [0, 2, 4])
+    given_up(environments, (1, 3))
+    assert memory.rows == 50
+    grown(environments, memory, 4, [0, 2, 4])
     check(memory, environments, rng)
 
 
