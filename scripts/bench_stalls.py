@@ -66,6 +66,7 @@ def measure(strategy: str, fault: str, parameters: int) -> tuple[float, float]:
     """Return the longest stall of any survivor, before and after the fault."""
     words = ["task.algorithm.name=regression", "task.algorithm.min_update_s=0.02"]
     words += [f"task.algorithm.features={parameters}", "task.algorithm.rows=4", "task.algorithm.batch_size=1"]
+    words += ["task.algorithm.learning_rate=1e-9"]  # with so many features more diverges
     words += [f"task.strategy.{word}" for word in STRATEGIES[strategy]]
     with LocalSwarm(4, [f"--set={word}" for word in words]) as swarm:
         swarm.ready()

@@ -597,9 +597,11 @@ class VirtualTraining:
     def _tell(self) -> None:
         """Let the learners hear of each other's normalisers, and of how far and how many all are."""
         self._divide()
-        living, fraction, env_steps = self._swarm.living, self._fraction, self.env_steps
-        moments = [node.learner.trainer.own_moments() for node in living]
-        for number, node in enumerate(living):
+        swarm, fraction, env_steps = self._swarm, self._fraction, self.env_steps
+        moments = [node.learner.trainer.own_moments() for node in swarm.nodes]  # of the dead, too
+        for number, node in enumerate(swarm.nodes):
+            if node not in swarm.living:
+                continue
             others = [one for other, one in enumerate(moments) if other != number]
             names = moments[number] if others else ()
             merged = {name: Moments.merge([one[name] for one in others]) for name in names}
