@@ -401,10 +401,11 @@ def table(rows: Sequence[Mapping[str, str]]) -> list[str]:
 def grouped(
     rows: Sequence[Mapping[str, str]],
 ) -> dict[tuple[str, str], dict[str, dict[int, list[Mapping[str, str]]]]]:
-    """Rows by preset and goal, setting, and number of nodes."""
+    """Rows by preset and goal, setting, and number of nodes; those without pace apart from others."""
     groups: dict[tuple[str, str], dict[str, dict[int, list[Mapping[str, str]]]]] = {}
     for row in rows:
-        setting = groups.setdefault((row["preset"], row["goal"]), {}).setdefault(row["name"], {})
+        preset = row["preset"] if float(row.get("pace_ms") or 1.0) else f"{row['preset']}, not paced,"
+        setting = groups.setdefault((preset, row["goal"]), {}).setdefault(row["name"], {})
         setting.setdefault(int(row["nodes"]), []).append(row)
     return groups
 
@@ -435,7 +436,7 @@ def spread(rows: Sequence[Mapping[str, str]], key: str, form: str = "{:,.0f}") -
 
 def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
     """Draw speed-up against nodes, a picture for each task: medians, and what the range of seeds gives."""
-    plt, groups = pyplot(), grouped(rows)
+    plt, groups = pyplot(), grouped([row for row in rows if float(row["pace_ms"])])
     across = min(len(groups), PICTURES_ACROSS)
     down = -(-len(groups) // across)
     figure, axes = plt.subplots(
@@ -477,7 +478,13 @@ def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
 
 def sentence(rows: Sequence[Mapping[str, str]], arguments: argparse.Namespace) -> str:
     """Say what several nodes gain over the quickest single one, by rows that were measured before."""
-    rows = [row for row in rows if row["preset"] == arguments.preset and float(row["goal"]) == arguments.goal]
+    rows = [
+        row
+        for row in rows
+        if row["preset"] == arguments.preset
+        and float(row["goal"]) == arguments.goal
+        and row["kind"] != "real"
+    ]
     settings = grouped(rows).get((arguments.preset, f"{arguments.goal}"), {})
     alone = single(settings)
     together = [

@@ -220,7 +220,7 @@ def test_one_learns_and_all_act(script, preset, sets):
 def row(name, nodes, seed, seconds, samples, *, solved=True, best=500.0):
     values = {"name": name, "preset": "cartpole", "goal": "475.0", "nodes": nodes, "seed": seed,
               "solved": int(solved), "seconds": seconds, "samples": samples, "gradients": 10, "mb": 1.5,
-              "waited": 0.02, "best": best}  # fmt: skip
+              "waited": 0.02, "best": best, "kind": "virtual"}  # fmt: skip
     return {key: str(value) for key, value in values.items()}
 
 
@@ -262,6 +262,7 @@ def test_the_table_compares_with_the_quickest_single_node(script):
         row("constant", 2, 3, 300, 300_000, solved=False, best=310.0),
         row("constant", 4, 1, 300, 300_000, solved=False, best=200.0),
     ]
+    rows += [row("real", 1, 1, 5, 50_000) | {"pace_ms": "0.0"}]  # nobody's baseline but its own
     lines = script.table(rows)
     two = next(line for line in lines if line.startswith("| constant | 2 |"))
     assert two == (
@@ -269,6 +270,7 @@ def test_the_table_compares_with_the_quickest_single_node(script):
     )  # fmt: skip
     four = next(line for line in lines if line.startswith("| constant | 4 |"))
     assert four == "| constant | 4 | 0 of 1 |  |  |  |  |  |  |  |  |  | 200 |"
+    assert any(line.startswith("| **cartpole, not paced, to 475.0**") for line in lines)
     assert len({line.count("|") for line in lines}) == 1
 
 
