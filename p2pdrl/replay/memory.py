@@ -24,8 +24,9 @@ that none lies in which is yet to move; one that is being moved when the process
 others are where their words say, and whoever attaches moves the rest. Serials that are handed out carry how
 often that was: what is said of rows as they lay before is passed over.
 
-A stream to which nothing has come while all others came round their rings is given up: an actor has died, or
-acts in fewer environments. Its rows, older than all others, would be drawn for ever. Its room is the others'.
+A stream to which nothing has come while the others came round their rings twice, on average, is given up: an
+actor has died, or acts in fewer environments. Its rows, older than all others, would be drawn for ever. Its
+room is the others'.
 
 Prioritized experience replay: Schaul 2016, arXiv 1511.05952, sections 3.3 and 3.4; with several actors and n
 steps: Horgan 2018, arXiv 1803.00933.
@@ -60,11 +61,13 @@ BoolArray = npt.NDArray[np.bool_]
 DTYPES = ("bool", "uint8", "int64", "float32", "float64")
 MAX_FRAMES = 256
 _LINE_BYTES = 64
-_USED, _GRID, _TIMES, _GONE = range(4)
+_USED, _GRID, _TIMES, _APPENDED = range(4)
 """Words: how many streams have come, among how many the memory is divided, how often that was done anew, and
-how many rows came to streams that were given up."""
+how many rows ever came."""
 _GIVEN_UP = -1
-"""In place of a stream's number and one."""
+"""In place of a stream's number and one: it had rows before, as far as is known."""
+_ROUNDS = 2
+"""How often others come round before a stream is given up; one that is so much slower is, now and then."""
 _SERIAL_BITS = 40
 _VALID, _TERMINATED, _TRUNCATED, _PARTIAL = (np.uint8(1 << bit) for bit in range(4))
 """Bits of a row; partial: frames of its stack were lost before the row came."""
@@ -277,15 +280,21 @@ class ReplayMemory:
         self._eligible_slots: Int64Array | None = None
         self._count = 0
         self._tree = None if layout.alpha is None else SumTree(layout.places)
-        # a process was killed before it counted these
-        self._numbers_C[self._numbers_C > self._used] = 0
-        self._counts_S[self._used :] = self._oldest_S[self._used :] = 0
+        self._recover()
+
+    def _recover(self) -> None:
+        """Make whole what a killed process left."""
+        used = self._used
+        self._numbers_C[self._numbers_C > used] = _GIVEN_UP  # it had not counted them yet
+        self._counts_S[used:] = self._oldest_S[used:] = 0
+        np.minimum(self._oldest_S, self._counts_S, out=self._oldest_S)
         self._divide()
-        self._came_S = np.full(layout.streams, self.appended)
-        # a process was killed as it gave these up
-        nobodys = np.setdiff1d(np.arange(self._used), self._numbers_C - 1)
-        if len(nobodys):
-            self._give_up(nobodys)
+        self._came_S = np.full(self.layout.streams, self.appended)
+        numbers_S = np.arange(used)
+        nobodys_S = ~np.isin(numbers_S, self._numbers_C - 1)  # it was giving them up
+        empty_S = self._counts_S[:used] == 0  # or about to append their first rows
+        if (nobodys_S | empty_S).any():
+            self._give_up(numbers_S[nobodys_S | empty_S])
 
     def _claim(self) -> None:
         """Mark a new buffer as one of this layout; refuse that of another."""
@@ -340,7 +349,6 @@ class ReplayMemory:
     def _replace(self, number: int, last: int) -> None:
         """Forget a stream; the last one takes its place and number."""
         self._numbers_C[self._numbers_C == number + 1] = _GIVEN_UP
-        self._words[_GONE] += self._counts_S[number]
         fence()
         if number != last:
             oldest, count = int(self._oldest_S[last]), int(self._counts_S[last])
@@ -363,10 +371,12 @@ class ReplayMemory:
         self._counts_S[last] = self._oldest_S[last] = 0
 
     def _give_up_those_left_behind(self) -> None:
-        """Give up streams to which nothing came while as many rows came to others as those have room for."""
+        """Give up streams to which nothing came while the others came round, and any older ones."""
         now, came_S = self.appended, self._came_S[: self._used]
         others_S = len(came_S) - np.searchsorted(np.sort(came_S), came_S, side="right")
-        behind_S = (now - came_S >= self.rows * others_S) & (others_S > 0)
+        behind_S = (now - came_S >= _ROUNDS * self.rows * others_S) & (others_S > 0)
+        if behind_S.any():
+            behind_S |= came_S <= came_S[behind_S].max()  # actors of one node end together: divide once
         # a process may have been killed before it gave the others their room
         if behind_S.any() or int(self._words[_GRID]) > len(came_S) + len(came_S) // 4:
             self._give_up(np.flatnonzero(behind_S))
@@ -513,6 +523,7 @@ class ReplayMemory:
             self._priorities[slots_TB] = priorities_TB
         fence()
         self._counts_S[streams_B] = begins_B + T
+        self._words[_APPENDED] += T * B + int(cut_B.sum())
         self._settle(streams_B, T + 1 + self.n_step)
         self._came_S[streams_B] = self.appended
         self._give_up_those_left_behind()
@@ -797,7 +808,7 @@ class ReplayMemory:
     @property
     def appended(self) -> int:
         """Rows that ever came, resets included."""
-        return int(self._counts_S.sum()) + int(self._words[_GONE])
+        return int(self._words[_APPENDED])
 
     # priorities
 

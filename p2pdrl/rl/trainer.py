@@ -179,7 +179,7 @@ class Trainer:
         self._policy = policy
         self.policy_version = 0
         self.collected: Callable[[], object] | None = None
-        self._batch_share = self._share_rate_factor = 1.0
+        self._batch_share = 1.0
         self._forgets = False
         """Whether an update on mixed parameters is an optimizer's first."""
         self._mixed = False
@@ -199,7 +199,6 @@ class Trainer:
         if self.collected is not None:
             self.collected()
         algorithm.policy_version = self.policy_version
-        algorithm.rate_factor = self._share_rate_factor * self.source.rate_factor
         if self._forgets and self._mixed:
             for loss in algorithm.losses:
                 loss.optimizer.forget()
@@ -468,7 +467,7 @@ class Trainer:
         cuts = max(1, cuts) if rate_power else 1
         algorithm.cuts = cuts / speed if rate_power else 1.0
         self._batch_share = self.source.share(rank, learners, part / cuts)
-        self._share_rate_factor = moves * min(1.0, self._batch_share * cuts / speed) ** -rate_power
+        algorithm.rate_factor = moves * min(1.0, self._batch_share * cuts / speed) ** -rate_power
         gradients = algorithm.epochs * max(1, round(algorithm.minibatches / algorithm.cuts))
         self._forgets = bool(rate_power) and total > 1.0 and gradients >= LONG_UPDATE
 

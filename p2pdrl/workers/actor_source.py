@@ -5,23 +5,18 @@ node have just so many together. The learner publishes its parameters after each
 begin one more unroll, so with ``ahead = 0`` actors and learner are synchronous: the results don't depend on
 who was faster. Actors of other nodes come and go, and may be more or fewer: a batch takes the oldest unrolls
 (those of the oldest policy) that fit. An actor that is being replaced isn't waited for, and one that is late
-(frozen, say) not much longer than all ever took; the batch has fewer environments then. Where more actors are
-at work than the task has environments, a batch has an unroll of each that has one, and waits for most of
-them: what would be left lying for later batches would be of an older policy. Learning rates grow with the
-root of its size.
+(frozen, say) not much longer than all ever took; the batch has fewer environments then.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from p2pdrl.config.task import ReplayOptions
 from p2pdrl.rl.registry import RolloutContext
 from p2pdrl.rl.sources.source import NOTHING_ELSEWHERE, BatchT, CountedElsewhere, Source
 from p2pdrl.rl.sources.unrolls import UnrollPart, joined, unroll_items
@@ -38,8 +33,6 @@ LATE_TIMES = 10.0
 LATEST_S = 60.0
 """An actor is late when the others have waited for it for `LATE_S`, and for so many times as long as all have
 taken at most so far; after `LATEST_S` it is late in any case."""
-MOST = 0.75
-"""Of more actors than the task has environments so many are waited for: the slow ones hold nobody up."""
 
 
 class ActorSource(Source[BatchT]):
@@ -75,8 +68,6 @@ class ActorSource(Source[BatchT]):
         algorithm: Any = acting.task.algorithm
         steps = algorithm.unroll_steps
         self._whole = self._wanted = acting.task.env.num_envs
-        self._scaling = "none" if isinstance(algorithm, ReplayOptions) else acting.task.scaling
-        self._grown = 1.0
         local = shares_of(self._whole, actors) if actors else ()
         shares = (*local, *(self._whole for _ in range(remote)))
         slots = 1 + (self._remote_ahead if remote else ahead)
@@ -118,7 +109,7 @@ class ActorSource(Source[BatchT]):
             return False
         missing = [number for number, lane in enumerate(self._lanes) if self._awaited(number, lane)]
         now_s = self._clock()
-        if not missing or waiting >= self._enough:
+        if not missing or waiting >= self._wanted:
             return True
         if self._waiting_since_s is None:
             self._waiting_since_s = now_s
@@ -129,23 +120,6 @@ class ActorSource(Source[BatchT]):
         for number in missing:
             self._late[number] = True
         return True
-
-    @property
-    def _room(self) -> int:
-        """Environments of a batch, at most."""
-        if self._scaling == "none" or self._wanted < self._whole:
-            return self._wanted
-        return max(self._wanted, sum(lane.running for lane in self._lanes))
-
-    @property
-    def _enough(self) -> int:
-        """Environments of a batch that waits for no more."""
-        return max(self._wanted, math.ceil(MOST * self._room))
-
-    @property
-    def rate_factor(self) -> float:
-        """√n with n times the environments, as Adam and RMSProp want it (Malladi 2022, arXiv 2205.10287)."""
-        return math.sqrt(self._grown) if self._scaling == "auto" else 1.0
 
     def _awaited(self, number: int, lane: UnrollLane) -> bool:
         """Whether a batch is to wait for a lane that has nothing."""
@@ -179,7 +153,6 @@ class ActorSource(Source[BatchT]):
             self._longest_s = max(self._longest_s, self._clock() - self._granted_s)
         elif sum(len(part.columns) for part in parts) < self._wanted:
             self.left_out += sum(number < self.spec.local for number in absent)
-        self._grown = max(1.0, sum(len(part.columns) for part in parts) / self._whole)
         self._waiting_since_s = None
         return self._acting.reader.read(joined(parts, self._environments))
 
@@ -190,10 +163,10 @@ class ActorSource(Source[BatchT]):
     def _chosen(self) -> list[tuple[int, Committed]]:
         """Return lanes' numbers and unrolls for the next batch, in order of the lanes."""
         found = [(number, one) for number, lane in enumerate(self._lanes) if (one := lane.peek()) is not None]
-        room = self._room
-        if sum(one.environments for _, one in found) <= room:
+        if sum(one.environments for _, one in found) <= self._wanted:
             return found
         chosen: list[tuple[int, Committed]] = []
+        room = self._wanted
         for number, one in sorted(found, key=lambda entry: (entry[1].policy_version, entry[0])):
             if one.environments <= room or not chosen:
                 chosen.append((number, one))

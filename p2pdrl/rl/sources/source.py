@@ -92,11 +92,6 @@ class Source(ABC, Generic[BatchT]):
     def commit(self) -> None:
         """Note that the update with the last batch is done: it won't be handed out again."""
 
-    @property
-    def rate_factor(self) -> float:
-        """Times what the learning rate is otherwise it is to be for the last batch, as that was larger."""
-        return 1.0
-
     def share(self, rank: int, learners: int, part: float) -> float:
         """Take the part of the data that is this learner's; no effect where data aren't divided.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import resource
 from collections import Counter
@@ -431,16 +432,16 @@ def test_a_stream_that_others_left_behind_is_given_up():
     memory = ReplayMemory(layout, n_step=3)
     grown(environments, memory, 6, [2, 0, 1, 3])
     old = memory.sample(100, rng, discount=GAMMA)
-    grown(environments, memory, 4, [1, 2])
-    assert (memory.rows, memory.stored, memory.appended) == (30, 120, 224)
+    grown(environments, memory, 8, [1, 2])
+    assert (memory.rows, memory.stored, memory.appended) == (30, 120, 280)
     check(memory, environments, rng)
-    grown(environments, memory, 1, [1, 2])  # they have come round: 35 rows each
+    grown(environments, memory, 1, [1, 2])  # they have come round twice: 63 rows each
     given_up(environments, (0, 3))
-    assert (memory.rows, memory.stored, memory.appended) == (60, 60, 238)
+    assert (memory.rows, memory.stored, memory.appended) == (60, 60, 294)
     known = {row["obs"].tobytes() for b in (1, 2) for row in environments.history[b]}
     assert {obs[-1].tobytes() for obs in memory.sample(200, rng, discount=GAMMA).obs_NX} <= known
     assert memory.update_priorities(old.indices_N, old.serials_N, np.full(100, 5.0)) == 0
-    assert memory.rows_of(np.array([0, 1, 2, 3])).tolist() == [0, 77, 77, 0]
+    assert memory.rows_of(np.array([0, 1, 2, 3])).tolist() == [0, 105, 105, 0]
     grown(environments, memory, 5, [1, 2])
     assert (memory.stored, memory.full) == (120, True)
     check(memory, environments, rng)
@@ -465,7 +466,7 @@ def test_a_kill_while_streams_are_given_up_loses_one_more_at_most(monkeypatch, f
     buffer = bytearray(layout.nbytes)
     memory = ReplayMemory(layout, n_step=3, buffer=memoryview(buffer))
     grown(environments, memory, 6, [4, 0, 1, 2, 3])
-    grown(environments, memory, 4, [0, 2, 4])
+    grown(environments, memory, 8, [0, 2, 4])
     last, calls = environments.unroll([0, 2, 4], 7), 0
 
     def killed():
@@ -489,11 +490,87 @@ def test_a_kill_while_streams_are_given_up_loses_one_more_at_most(monkeypatch, f
     keys = [{row["obs"].tobytes() for row in history} for history in environments.history]
     lost = [b for b in (0, 2, 4) if not keys[b] & seen]
     assert len(lost) <= 1
-    grown(environments, memory, 6, [0, 2, 4])
+    assert 0 < memory.stored <= layout.capacity
+    grown(environments, memory, 12, [0, 2, 4])
     given_up(environments, (1, 3))
     assert memory.rows == 50
     grown(environments, memory, 4, [0, 2, 4])
     check(memory, environments, rng)
+
+
+def test_streams_that_went_together_are_given_up_at_once():
+    environments, rng = Environments(8, seed=26), np.random.default_rng(0)
+    memory = ReplayMemory(layout_of(8, 400), n_step=1)
+    for turn in range(60):
+        grown(environments, memory, 1, [7, 0])
+        grown(environments, memory, int(turn < 10), [2, 4, 6])
+        grown(environments, memory, int(turn < 9), [1, 3, 5])
+        if memory.rows != 50:
+            break
+    given_up(environments, (1, 2, 3, 4, 5, 6))
+    assert memory.rows == 200
+    grown(environments, memory, 30, [7, 0])
+    check(memory, environments, rng)
+
+
+@pytest.mark.parametrize("fence", range(1, 12))
+def test_a_kill_while_an_old_stream_is_given_up_hides_no_new_rows(monkeypatch, fence):
+    """The stream that takes its place has had fewer rows."""
+    environments, rng = Environments(3, seed=27), np.random.default_rng(0)
+    layout = layout_of(3, 60)
+    buffer = bytearray(layout.nbytes)
+    memory = ReplayMemory(layout, n_step=1, buffer=memoryview(buffer))
+    grown(environments, memory, 40, [0])
+    grown(environments, memory, 1, [1])
+    calls = 0
+
+    def killed():
+        nonlocal calls
+        calls += memory.rows_of(np.array([0]))[0] == 0  # from when it is given up
+        if calls == fence:
+            raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "fence", killed)
+        with pytest.raises(KilledError):
+            grown(environments, memory, 30, [1, 2])
+    memory = ReplayMemory(layout, n_step=1, buffer=memoryview(buffer))
+    assert 0 < memory.stored <= 60
+    assert memory.appended <= 7 * (40 + 1 + 60)
+    grown(environments, memory, 6, [1, 2])
+    given_up(environments, (0,))
+    assert memory.full
+    check(memory, environments, rng)
+
+
+@pytest.mark.parametrize("fence", range(1, 8))
+def test_a_kill_while_a_stream_comes_back_makes_up_no_frames(monkeypatch, fence):
+    environments = Environments(2, seed=28, dtype="uint8", p_end=0.0)
+    layout = layout_of(2, 40, obs_dtype="uint8", frame_stack=3)
+    buffer = bytearray(layout.nbytes)
+    memory = ReplayMemory(layout, n_step=1, buffer=memoryview(buffer))
+    grown(environments, memory, 1, [0, 1])
+    grown(environments, memory, 8, [1])
+    assert memory.rows_of(np.array([0])) == 0
+    unroll, calls = environments.unroll([0], 7), 0
+
+    def killed():
+        nonlocal calls
+        calls += 1
+        if calls == fence:
+            raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "fence", killed)
+        with contextlib.suppress(KilledError):
+            memory.append(*unroll[0], **unroll[1], columns_B=np.array([0]))
+    memory = ReplayMemory(layout, n_step=1, buffer=memoryview(buffer))
+    memory.append(*unroll[0], **unroll[1], columns_B=np.array([0]))
+    sample = memory.sample(300, np.random.default_rng(0), discount=GAMMA)
+    own = {row["obs"].tobytes() for row in environments.history[0]}
+    mine = [obs for obs in sample.obs_NX if obs[-1].tobytes() in own]
+    assert mine
+    assert all(obs.reshape(3, -1).any(axis=1).all() for obs in mine), "no frame of its stacks is made up"
 
 
 @pytest.mark.parametrize("fence", range(1, 12))

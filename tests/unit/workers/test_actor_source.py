@@ -421,36 +421,6 @@ def test_a_batch_has_the_oldest_unrolls_that_fit(pools, others):
     assert pool.step().env_steps <= 8 * 2
 
 
-@pytest.mark.parametrize(
-    ("scaling", "least", "most", "rate"), [("auto", 5, 6, 2**0.5), ("batch", 5, 6, 1.0), ("none", 3, 3, 1.0)]
-)
-def test_a_batch_grows_with_more_actors_than_environments(pools, others, scaling, least, most, rate):
-    algorithm = ImpalaConfig(unroll_steps=8)
-    pool = pools(TaskConfig(env=CARTPOLE, network=MLP, algorithm=algorithm, scaling=scaling), 0, remote=6)
-    actors = [others(pool, number, 1, number) for number in range(6)]
-    pool.trainer.publish()
-    for number, actor in enumerate(actors[:least]):
-        assert not pool.trainer.ready, number
-        actor.act()
-    assert pool.trainer.ready  # the slowest of them hold nobody up
-    stats = pool.step()
-    assert 8 * least - 6 <= stats.env_steps <= 8 * least
-    for actor in actors:
-        actor.act()
-    while any(lane.waiting for lane in pool.lanes):
-        stats = pool.step()
-    assert stats.env_steps <= 8 * most
-    if most == 6:
-        assert stats.env_steps > 8 * 5
-    assert pool.trainer.algorithm.rate_factor == pytest.approx(rate)
-    for actor in actors[2:]:
-        actor.lane.running = False
-    for actor in actors[:2]:
-        actor.act()
-    pool.step()
-    assert pool.trainer.algorithm.rate_factor == 1.0
-
-
 def test_lanes_that_nobody_has_come_to_are_not_waited_for(pools, others):
     pool = pools(TaskConfig(env=CARTPOLE, network=MLP, algorithm=A2C), actors=1, remote=2)
     pool.trainer.publish()
