@@ -435,7 +435,10 @@ def spread(rows: Sequence[Mapping[str, str]], key: str, form: str = "{:,.0f}") -
 
 
 def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
-    """Draw speed-up against nodes, a picture for each task: medians, and what the range of seeds gives."""
+    """Draw speed-up against nodes, a picture for each task: medians, and what the range of seeds gives.
+
+    Settings of one number of nodes are in the table only.
+    """
     plt, groups = pyplot(), grouped([row for row in rows if float(row["pace_ms"])])
     across = min(len(groups), PICTURES_ACROSS)
     down = -(-len(groups) // across)
@@ -450,7 +453,7 @@ def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
             continue
         most = max(nodes for by_nodes in settings.values() for nodes in by_nodes)
         axis.plot([1, most], [1, most], color="gray", linestyle="--", linewidth=1, label="ideal")
-        several = [(name, found) for name, found in settings.items() if max(found) > 1]
+        several = [(name, found) for name, found in settings.items() if len(found) > 1]
         for (name, by_nodes), colour in zip(several, COLOURS * len(several), strict=False):
             points = []
             for nodes, found in sorted(by_nodes.items()):
