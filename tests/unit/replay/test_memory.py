@@ -344,6 +344,22 @@ class KilledError(Exception):
     """Stands for kill -9."""
 
 
+@contextlib.contextmanager
+def killed_at(monkeypatch, number, counts=lambda: True):
+    """Kill the memory's process at its fence of that number, of those that count, by a `KilledError`."""
+    calls = 0
+
+    def killed():
+        nonlocal calls
+        calls += counts()
+        if calls == number:
+            raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "fence", killed)
+        yield
+
+
 @pytest.mark.parametrize("fence", [1, 2])
 @pytest.mark.parametrize("again", [True, False])
 def test_a_kill_during_an_append_loses_only_that_unroll(monkeypatch, fence, again):
@@ -357,18 +373,8 @@ def test_a_kill_during_an_append_loses_only_that_unroll(monkeypatch, fence, agai
         memory.append(*arrays, **ends)
     full = memory.stored
     arrays, ends = environments.unroll([0, 1], 7)
-    calls = 0
-
-    def killed():
-        nonlocal calls
-        calls += 1
-        if calls == fence:
-            raise KilledError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "fence", killed)
-        with pytest.raises(KilledError):
-            memory.append(*arrays, **ends)
+    with pytest.raises(KilledError), killed_at(monkeypatch, fence):
+        memory.append(*arrays, **ends)
     memory = ReplayMemory(layout, n_step=3, buffer=memoryview(buffer))
     assert memory.stored == full - 2 * 7  # what it was about to overwrite
     sample = memory.sample(200, rng, discount=GAMMA)
@@ -467,18 +473,9 @@ def test_a_kill_while_streams_are_given_up_loses_one_more_at_most(monkeypatch, f
     memory = ReplayMemory(layout, n_step=3, buffer=memoryview(buffer))
     grown(environments, memory, 6, [4, 0, 1, 2, 3])
     grown(environments, memory, 8, [0, 2, 4])
-    last, calls = environments.unroll([0, 2, 4], 7), 0
-
-    def killed():
-        nonlocal calls
-        calls += 1
-        if calls == fence + 2:  # two are the append's own
-            raise KilledError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "fence", killed)
-        with pytest.raises(KilledError):
-            memory.append(*last[0], **last[1], columns_B=np.array([0, 2, 4]))
+    last = environments.unroll([0, 2, 4], 7)
+    with pytest.raises(KilledError), killed_at(monkeypatch, fence + 2):  # two are the append's own
+        memory.append(*last[0], **last[1], columns_B=np.array([0, 2, 4]))
     memory = ReplayMemory(layout, n_step=3, buffer=memoryview(buffer))
     expected = environments.expected(3, 3, 150)
     sample = memory.sample(400, rng, discount=GAMMA)
@@ -522,18 +519,11 @@ def test_a_kill_while_an_old_stream_is_given_up_hides_no_new_rows(monkeypatch, f
     memory = ReplayMemory(layout, n_step=1, buffer=memoryview(buffer))
     grown(environments, memory, 40, [0])
     grown(environments, memory, 1, [1])
-    calls = 0
-
-    def killed():
-        nonlocal calls
-        calls += memory.rows_of(np.array([0]))[0] == 0  # from when it is given up
-        if calls == fence:
-            raise KilledError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "fence", killed)
-        with pytest.raises(KilledError):
-            grown(environments, memory, 30, [1, 2])
+    with (
+        pytest.raises(KilledError),
+        killed_at(monkeypatch, fence, lambda: memory.rows_of(np.array([0]))[0] == 0),
+    ):
+        grown(environments, memory, 30, [1, 2])
     memory = ReplayMemory(layout, n_step=1, buffer=memoryview(buffer))
     assert 0 < memory.stored <= 60
     assert memory.appended <= 7 * (40 + 1 + 60)
@@ -552,18 +542,9 @@ def test_a_kill_while_a_stream_comes_back_makes_up_no_frames(monkeypatch, fence)
     grown(environments, memory, 1, [0, 1])
     grown(environments, memory, 8, [1])
     assert memory.rows_of(np.array([0])) == 0
-    unroll, calls = environments.unroll([0], 7), 0
-
-    def killed():
-        nonlocal calls
-        calls += 1
-        if calls == fence:
-            raise KilledError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "fence", killed)
-        with contextlib.suppress(KilledError):
-            memory.append(*unroll[0], **unroll[1], columns_B=np.array([0]))
+    unroll = environments.unroll([0], 7)
+    with contextlib.suppress(KilledError), killed_at(monkeypatch, fence):
+        memory.append(*unroll[0], **unroll[1], columns_B=np.array([0]))
     memory = ReplayMemory(layout, n_step=1, buffer=memoryview(buffer))
     memory.append(*unroll[0], **unroll[1], columns_B=np.array([0]))
     sample = memory.sample(300, np.random.default_rng(0), discount=GAMMA)
@@ -581,18 +562,8 @@ def test_a_kill_while_the_memory_is_divided_anew_loses_one_streams_rows_at_most(
     memory = ReplayMemory(layout, n_step=3, buffer=memoryview(buffer))
     grown(environments, memory, 6, [0, 4, 2])
     new = environments.unroll([1, 3], 7)
-    calls = 0
-
-    def killed():
-        nonlocal calls
-        calls += 1
-        if calls == fence:
-            raise KilledError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "fence", killed)
-        with pytest.raises(KilledError):
-            memory.append(*new[0], **new[1], columns_B=np.array([1, 3]))
+    with pytest.raises(KilledError), killed_at(monkeypatch, fence):
+        memory.append(*new[0], **new[1], columns_B=np.array([1, 3]))
     for b in (1, 3):
         environments.history[b].clear()
     memory = ReplayMemory(layout, n_step=3, buffer=memoryview(buffer))
