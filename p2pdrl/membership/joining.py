@@ -1,8 +1,8 @@
 """Joining the swarm through seeds: every seed and every address behind it is tried, for ever.
 
-A seed is at rest while each address behind it is a living member or ourselves. Any other is tried
-with a back-off of 1 to 30 s, so two islands that were started from the same seeds become one. Names
-are resolved anew at each try.
+A seed is at rest while each address behind it is a living member or ourselves. Any other is tried again: each
+second or two by a node that is in no swarm, with a back-off of 1 to 30 s by one that is, so two islands that
+were started from the same seeds become one. Names are resolved anew at each try.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ __all__ = [
 
 BACKOFF_MIN_S = 1.0
 BACKOFF_MAX_S = 30.0
+BACKOFF_ALONE_S = 1.5
+"""The longest back-off of a node that is in no swarm: on a cluster all start at once, and some take long."""
+TRIES_ALONE_PER_S = 20.0
+"""Such a node tries no more than so many of its seeds a second."""
 RECHECK_S = 1.0
 RESOLVE_AGAIN_S = 30.0
 
@@ -133,9 +137,12 @@ class SeedBook:
         seed.trouble = ""
         seed.next_at = now + (RESOLVE_AGAIN_S if seed.is_name else RECHECK_S)
 
-    def failed(self, seed: Seed, now: float) -> None:
-        """Something behind ``seed`` didn't answer: back off."""
-        backoff_s = min(BACKOFF_MAX_S, BACKOFF_MIN_S * 2.0 ** min(seed.failures, 10))
+    def failed(self, seed: Seed, now: float, *, joined: bool) -> None:
+        """Something behind ``seed`` didn't answer: back off, a little only until we ``joined`` a swarm."""
+        longest_s = BACKOFF_MAX_S
+        if not joined:
+            longest_s = min(BACKOFF_MAX_S, max(BACKOFF_ALONE_S, len(self._seeds) / TRIES_ALONE_PER_S))
+        backoff_s = min(longest_s, BACKOFF_MIN_S * 2.0 ** min(seed.failures, 10))
         seed.failures += 1
         seed.next_at = now + backoff_s * self._rng.uniform(0.8, 1.0)
 
@@ -405,7 +412,7 @@ class Joiner:
         ):
             self._book.soon(seed, now)
         elif seed.next_at == float("inf"):
-            self._book.failed(seed, now)
+            self._book.failed(seed, now, joined=self.joined.is_set())
 
     def _at_rest(self, address: Address, node_id: str | None) -> bool:
         """Gossip may bring members before any welcome did: until one has, everybody is asked."""

@@ -313,6 +313,10 @@ class MembershipService:
         """Change the facts that our record tells, and spread it."""
         self._carry_out(self._core.update_self(self._clock.monotonic(), tags=tags))
 
+    def move(self, address: Address) -> None:
+        """Tell everybody that we live at another address now."""
+        self._carry_out(self._core.update_self(self._clock.monotonic(), str(address)))
+
     def follow(self, lineage: str) -> None:
         """Hold the settings of ``lineage`` from now on: our state is of that lineage."""
         self._carry_out(self._core.follow(lineage, self._clock.monotonic()))

@@ -36,7 +36,7 @@ from p2pdrl.node.accounting import metrics_gossip
 from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
 from p2pdrl.node.admission import JoinAdmission
 from p2pdrl.node.bootstrap.first_state import first_state, founded_at, load_checkpoint
-from p2pdrl.node.bootstrap.startup import Opened, direct, open_node
+from p2pdrl.node.bootstrap.startup import Opened, direct, moved_to, open_node
 from p2pdrl.node.children.evaluator import EvaluatorProcess
 from p2pdrl.node.context import NodeContext
 from p2pdrl.node.evaluation import Evaluations
@@ -219,6 +219,8 @@ class Node:
             ]
             context.gossip = self._make_gossip()
             jobs.append(group.create_task(context.gossip.run(), name="gossip"))
+            if opened.may_move:
+                jobs.append(group.create_task(self._follow_address(), name="address"))
             memory = await self._memory.read()
             origin = await self._admission.find_swarm(
                 context.membership.joiner, context.address, remembers=opened.remembers, memory=memory
@@ -258,6 +260,19 @@ class Node:
             for job in jobs:
                 job.cancel()
         self.leave("the swarm is done")
+
+    async def _follow_address(self) -> None:
+        """Tell the others when this machine gets another address: another network, another lease."""
+        context = self._context
+        seeds = [Address.parse(peer) for peer in self._config.node.peers]
+        while True:
+            await asyncio.sleep(context.membership.core.config.probe_interval_s)
+            moved = moved_to(context.address, [*seeds, *context.alive().values()])
+            if moved is not None:
+                text = f"this machine has lost the address {context.address.host}; others reach it at {moved}"
+                context.address = moved
+                context.membership.move(moved)
+                self._events.emit("moved", text, level="warning", address=str(moved))
 
     async def _train(self, training: Training) -> bool:
         """Train until the swarm is done (False), or this node is to have other roles (True)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from datetime import datetime
 
 import pytest
 
@@ -211,3 +212,23 @@ def test_all_nodes_restarted_at_once_go_on_with_their_swarm(swarm, wait_until):
         assert node.status()["lineage"] == lineage
         assert "Acrobot-v1" in node.events("training")[0]["text"]
         wait_until(lambda node=node: node.status()["stop"]["env_steps"] == 5_000_000, 10, "the swarm's stop")
+
+
+@pytest.mark.slow
+def test_who_waits_for_the_first_node_joins_as_soon_as_that_is_up(swarm, wait_until):
+    """On a cluster all start at once, and the first may be the one whose disk is slow."""
+    port = free_port()
+    address = f"127.0.0.1:{port}"
+    others = [swarm.start(name, *PACE, "--peers", address) for name in ("x", "y")]
+    for node in others:
+        wait_until(lambda node=node: "no answer from" in node.text(), 40, "it has waited for ten seconds")
+    first = swarm.start("first", *PACE, port=port)
+    swarm.training(first, *others)
+
+    def at(node, kind):
+        return datetime.fromisoformat(next(e["time"] for e in node.told() if e["kind"] == kind))
+
+    for node in others:
+        late_s = (at(node, "joined") - at(first, "founded")).total_seconds()
+        print(f"{node.name} joined {late_s:.2f} s after the founding")
+        assert late_s < 4.0, "aim: 2"

@@ -6,7 +6,7 @@ import ipaddress
 import random
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -32,15 +32,17 @@ from p2pdrl.node.bootstrap.datadir import DataDir
 from p2pdrl.node.context import NodeContext
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.status.view import ApiView
+from p2pdrl.transport.dial import ip_of
 from p2pdrl.transport.http.guard import guard_middleware
 from p2pdrl.transport.http.listener import Listener
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.protocol import DEFAULT_PORT, Address
 
-__all__ = ["Opened", "advertised", "direct", "open_node", "seed_address"]
+__all__ = ["Opened", "advertised", "direct", "moved_to", "open_node", "seed_address"]
 
 
+_WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 
 
@@ -83,15 +85,62 @@ def advertised(given: str | None, bound: Address, seeds: tuple[str, ...]) -> Add
     """
     if given is not None:
         return Address.parse(given, bound.port)
-    if bound.host not in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
+    if bound.host not in _WILDCARDS:
         return bound
     towards = Address.parse(seeds[0]) if seeds else Address("192.0.2.1", 9)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((towards.host, towards.port))
-            return Address(str(probe.getsockname()[0]), bound.port)
-        except OSError:
-            return Address("127.0.0.1", bound.port)
+    family = socket.AF_INET6 if bound.host == "::" else socket.AF_INET
+    return Address(_source_ip(towards, family) or "127.0.0.1", bound.port)
+
+
+def moved_to(
+    now: Address,
+    towards: Iterable[Address],
+    *,
+    ours: Callable[[str], bool] | None = None,
+    source_ip: Callable[[Address], str | None] | None = None,
+) -> Address | None:
+    """Return our new address when the machine no longer has the IP that others reach us at.
+
+    None while it has, or has no other that faces anybody; loopback replaces nothing, for it is there whenever
+    a cable isn't.
+
+    Args:
+        now: our address, an IP of this machine's.
+        towards: peers that we want to be reached by; those written as names are passed over.
+        ours: tells whether an IP is this machine's.
+        source_ip: the IP of ours that faces a peer.
+    """
+    if (ours or _is_ours)(now.host):
+        return None
+    for peer in towards:
+        if ip_of(peer.host) is None or (":" in peer.host) != (":" in now.host):
+            continue
+        found = (source_ip or _source_ip)(peer)
+        if found is not None and not ipaddress.ip_address(found).is_loopback:
+            return Address(found, now.port)
+    return None
+
+
+def _source_ip(towards: Address, family: socket.AddressFamily | None = None) -> str | None:
+    """The IP of ours from which packets go to a peer; None without a way there."""
+    if family is None:
+        family = socket.AF_INET6 if ":" in towards.host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((towards.host, towards.port))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _is_ours(ip: str) -> bool:
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((ip, 0))  # only what is ours can be bound
+    except OSError:
+        return False
+    return True
 
 
 def direct(given: str | None) -> bool:
@@ -110,13 +159,7 @@ def direct(given: str | None) -> bool:
         ip = ipaddress.ip_address(host)
     except ValueError:
         return False
-    family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((host, 0))  # only what is ours can be bound
-    except OSError:
-        return False
-    return not ip.is_unspecified
+    return _is_ours(host) and not ip.is_unspecified
 
 
 async def _serve(
@@ -167,6 +210,8 @@ class Opened:
     view: ApiView
     remembers: bool
     """Whether members of an earlier run are on disk."""
+    may_move: bool
+    """Whether we listen on all addresses of the machine, and tell others one that was chosen here."""
 
 
 async def open_node(
@@ -249,7 +294,8 @@ async def open_node(
         began_s=clock.monotonic(),
     )
     _tell(context, events, keyed=key is not None, moved=node.listen is None and bound.port != DEFAULT_PORT)
-    return Opened(data, context, view, bool(known.members))
+    may_move = node.advertise is None and bound.host in _WILDCARDS
+    return Opened(data, context, view, bool(known.members), may_move)
 
 
 def _tell(context: NodeContext, events: EventLog, *, keyed: bool, moved: bool) -> None:

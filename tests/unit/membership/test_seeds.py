@@ -19,13 +19,29 @@ def test_back_off_doubles_to_thirty_seconds_and_ends_with_success() -> None:
     (seed,) = seeds.all
     waits = []
     for _ in range(8):
-        seeds.failed(seed, 0.0)
+        seeds.failed(seed, 0.0, joined=True)
         waits.append(seed.next_at)
     for wait, full in zip(waits, [1, 2, 4, 8, 16, 30, 30, 30], strict=True):
         assert 0.8 * full <= wait <= full
     seeds.succeeded(seed, 0.0)
     assert seed.failures == 0
     assert seeds.due(1.0) == [seed]
+
+
+def test_a_node_in_no_swarm_tries_each_second_or_two() -> None:
+    seeds = book(A)
+    (seed,) = seeds.all
+    for _ in range(100):
+        seeds.failed(seed, 0.0, joined=False)
+        assert 0.8 <= seed.next_at <= 1.5
+
+
+def test_many_remembered_addresses_are_tried_no_faster_than_twenty_a_second() -> None:
+    seeds = book(hints=tuple(Address("10.0.0.1", port) for port in range(1, 201)))
+    for seed in seeds.all:
+        for _ in range(6):
+            seeds.failed(seed, 0.0, joined=False)
+    assert all(8.0 <= seed.next_at <= 10.0 for seed in seeds.all)
 
 
 def test_only_addresses_not_at_rest_are_tried() -> None:

@@ -8,7 +8,7 @@ import pytest
 from p2pdrl.config.task import A2CConfig, EnvConfig, TaskConfig, task_hash
 from p2pdrl.errors import UsageError, WireError
 from p2pdrl.node.bootstrap.joining import JoinInfo, decode_info, refuse_task
-from p2pdrl.node.bootstrap.startup import advertised, direct, seed_address
+from p2pdrl.node.bootstrap.startup import advertised, direct, moved_to, seed_address
 from p2pdrl.transport.protocol import Address
 
 TASK = TaskConfig()
@@ -129,3 +129,27 @@ def test_what_may_be_a_peer(text):
 def test_what_cant_be_a_peer(text, why):
     with pytest.raises(UsageError, match=why):
         seed_address(text)
+
+
+NOW = Address("192.168.1.20", 7700)
+PEER, NAMED = Address("192.168.1.1", 7700), Address("box.local", 7700)
+
+
+def test_nobody_moves_while_the_address_is_the_machine_s():
+    assert moved_to(NOW, [PEER], ours=lambda ip: True, source_ip=lambda peer: "10.0.0.9") is None
+
+
+def test_a_lost_address_is_replaced_by_the_one_that_faces_a_peer():
+    ways = {PEER: None, Address("10.0.0.1", 1): "10.0.0.9"}
+    found = moved_to(NOW, [NAMED, *ways], ours=lambda ip: ip != NOW.host, source_ip=ways.__getitem__)
+    assert found == Address("10.0.0.9", 7700)
+
+
+@pytest.mark.parametrize("way", [None, "127.0.0.1"])
+def test_without_a_network_the_old_address_stays(way):
+    assert moved_to(NOW, [PEER], ours=lambda ip: False, source_ip=lambda peer: way) is None
+
+
+def test_this_machine_has_its_loopback_and_not_a_documentation_address():
+    assert moved_to(Address("127.0.0.1", 1), [PEER]) is None
+    assert moved_to(Address("192.0.2.7", 1), [NAMED]) is None
