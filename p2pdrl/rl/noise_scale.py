@@ -1,31 +1,31 @@
 """How large a batch is worth its data: the gradient noise scale (McCandlish 2018, arXiv 1812.06162).
 
 The mean gradient over B rows has the expected squared norm E|G_B|² = |G|² + tr(Σ) / B, with G the true
-gradient and Σ the covariance of one row's. Two sizes of batch, one gradient and the mean of several, give
-both unknowns (appendix A.1), and B = tr(Σ) / |G|², in rows, is the batch from which on more rows mostly
-repeat what is known: with it a task takes twice the least number of steps, and twice the least number of
-rows. Gradients that follow each other stand for gradients at one point here, so it is an estimate.
+gradient and Σ the covariance of one row's. Two sizes of batch, a minibatch and its parts, give both unknowns
+(appendix A.1), and B = tr(Σ) / |G|², in rows, is the batch from which on more rows mostly repeat what is
+known: with it a task takes twice the least number of steps, and twice the least number of rows.
+
+Both sizes are taken at the same parameters. Gradients that follow each other aren't: each step makes the next
+gradient point the other way a little, and one after the other they add up to less than nothing (PPO on
+MinAtar's Breakout: |G|² came out negative, where parts of one minibatch give a B of 400 to 6,000 rows).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
+__all__ = ["EVERY", "PARTS", "NoiseScale"]
 
-__all__ = ["NoiseScale"]
-
-GRADIENTS = 16
-"""That the larger batch is made of."""
-EVERY = 8
-"""Of so many windows of `GRADIENTS` one is looked at: it costs a vector's sum and norm for each gradient."""
-DECAY = 0.9
-"""Of the running means of both unknowns, which a single window tells but roughly."""
+PARTS = 4
+"""Of a minibatch, whose gradients are computed by themselves."""
+EVERY = 64
+"""One gradient of so many is looked at: it costs another one."""
+DECAY = 0.95
+"""Of the running means of both unknowns, which a single minibatch tells but roughly."""
 
 
 class NoiseScale:
-    """Watches gradients as they are computed.
+    """Estimates B from looks at single minibatches.
 
     Attributes:
         rows: B, the critical batch; None while it isn't known.
@@ -34,38 +34,25 @@ class NoiseScale:
     def __init__(self) -> None:
         self.rows: float | None = None
         self._asked = 0
-        self._sum_D: list[Tensor] = []
-        self._squares: Tensor | None = None
-        self._rows: list[int] = []
         self._signal = self._noise = 0.0
 
-    def note(self, gradients: Sequence[Tensor], rows: int) -> None:
-        """Note one gradient, in pieces, the mean over ``rows``."""
-        watched = self._asked // GRADIENTS % EVERY == 0
+    def due(self) -> bool:
+        """Count one gradient; tell whether its parts are to be looked at."""
         self._asked += 1
-        if not watched or rows == 0:
-            return
-        square = torch.stack([piece.square().sum() for piece in gradients]).sum()
-        if not self._rows:
-            self._sum_D = [piece.clone() for piece in gradients]
-            self._squares = square
-        else:
-            for total, piece in zip(self._sum_D, gradients, strict=True):
-                total.add_(piece)
-            self._squares = square if self._squares is None else self._squares + square
-        self._rows.append(rows)
-        if self._asked % GRADIENTS == 0:
-            self._conclude()
+        return self._asked % EVERY == 0
 
-    def _conclude(self) -> None:
-        """Make an estimate of a window, and forget it."""
-        count, squares = len(self._rows), self._squares
-        small = sum(self._rows) / max(count, 1)
-        whole = sum(float(total.square().sum()) for total in self._sum_D) / max(count, 1) ** 2
-        self._rows, self._sum_D, self._squares = [], [], None
-        if count < 2 or squares is None:
+    def note(self, parts: Sequence[tuple[float, float]], whole: float) -> None:
+        """Note the gradient of one minibatch.
+
+        Args:
+            parts: of each part, the squared norm of its mean gradient, and its rows.
+            whole: squared norm of the mean gradient of all of them.
+        """
+        large = sum(rows for _, rows in parts)
+        small = large / max(len(parts), 1)
+        if len(parts) < 2 or large <= 0:
             return
-        one, large = float(squares) / count, count * small
+        one = sum(square for square, _ in parts) / len(parts)
         if not one < float("inf"):
             return
         signal = (large * whole - small * one) / (large - small)

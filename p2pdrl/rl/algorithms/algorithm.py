@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from p2pdrl.errors import ConfigError, LayoutMismatchError
 from p2pdrl.rl.flat import FlatModule, FlatSpan
-from p2pdrl.rl.gradients import GradientEngine, Minibatch, Objective, Outputs, OwnStepper, Stepper
-from p2pdrl.rl.noise_scale import NoiseScale
+from p2pdrl.rl.gradients import GradientEngine, Minibatch, Objective, Outputs, OwnStepper, Stepper, cut
+from p2pdrl.rl.noise_scale import PARTS, NoiseScale
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.sources.source import BatchT
 from p2pdrl.tensors.optimizers import Adam, RMSProp, UpdateRule
@@ -108,10 +108,25 @@ class Loss(Generic[Outputs]):
 
     def gradients(self, batch: Minibatch) -> Tensor:
         """Compute the mean gradient; return the objective's terms, as means over the batch's rows."""
-        terms = self.engine.gradients(batch, self.objective)
-        if not getattr(self.engine, "scattered", False):
-            self._noise_scale.note([gradients_D for _, gradients_D in self.optimizer.span.pieces], batch.rows)
-        return terms
+        if not getattr(self.engine, "scattered", False) and self._noise_scale.due():
+            self._look_at_parts(batch)
+        return self.engine.gradients(batch, self.objective)
+
+    def _look_at_parts(self, batch: Minibatch) -> None:
+        """Compute the gradients of a minibatch's parts by themselves, for the noise between them."""
+        parts: list[tuple[float, float]] = []
+        sums_D: list[Tensor] = []
+        for part in cut(batch, PARTS):
+            self.engine.gradients(part, self.objective)  # its share of the mean over the whole
+            gradients_D = [piece_D for _, piece_D in self.optimizer.span.pieces]
+            share = len(part.inputs) / len(batch.inputs)
+            parts.append((_square(gradients_D) / share**2, share * batch.rows))
+            if not sums_D:
+                sums_D = [piece_D.clone() for piece_D in gradients_D]
+            else:
+                for sum_D, piece_D in zip(sums_D, gradients_D, strict=True):
+                    sum_D.add_(piece_D)
+        self._noise_scale.note(parts, _square(sums_D))
 
     def metrics(self) -> dict[str, float]:
         """Return the engine's metrics, and the critical batch in rows once it is known."""
@@ -142,6 +157,11 @@ class Loss(Generic[Outputs]):
             samples=samples,
             left=left,
         )
+
+
+def _square(vectors: Sequence[Tensor]) -> float:
+    """Squared norm of a vector in pieces."""
+    return float(torch.stack([vector.square().sum() for vector in vectors]).sum())
 
 
 class Algorithm(ABC, Generic[BatchT]):
