@@ -1,10 +1,11 @@
 """Measure how fast vectors move between two processes over loopback.
 
-Each round times, one after another, a raw socket (sendall, recv_into) and `HttpTransport` with
-and without a swarm key, by streams and by posts, both ways, so that what else the machine does falls
-on all of them alike. Printed are the medians of MB/s and wall time, the mean CPU time of both
-processes together, and the longest time for which the caller's event loop served nobody else. Then
-calls with short vectors both ways, and the MACs that were considered for pieces of 1 MiB.
+Each round times, one after another, a raw socket (sendall, recv_into) and `HttpTransport` without a swarm
+key, with one (TLS, and AES-256-GCM on streams), and with one on a network that is trusted (streams
+authenticated, not encrypted), by streams and by posts, both ways, so that what else the machine does falls on
+all of them alike. Printed are the medians of MB/s and wall time, the mean CPU time of both processes together,
+and the longest time for which the caller's event loop served nobody else. Then calls with short vectors both
+ways, probes (posts of 300 bytes), and what the sealing of a piece of 1 MiB costs.
 
     python scripts/bench_transport.py --rounds 15 --megabytes 40
 """
@@ -22,30 +23,34 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import numpy as np
 import psutil
 from aiohttp import web
 
 from p2pdrl.clock import SystemClock
-from p2pdrl.transport.auth import PieceMac
+from p2pdrl.membership.identity import Identity
+from p2pdrl.transport.cipher import Cipher
 from p2pdrl.transport.http.listener import Listener
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.limits import PIECE_BYTES, TransportLimits
 from p2pdrl.transport.protocol import Address, Incoming, Reply
 
 KEY = b"bench"
-CALLER, CALLEE = "a" * 32, "b" * 32
+CALLING, CALLED = Identity(b"a" * 32), Identity(b"b" * 32)
+CALLER, CALLEE = CALLING.node_id, CALLED.node_id
 LIMITS = TransportLimits(requests_per_s=1e6, requests_burst=1e6)
 WITHOUT_STREAMS = TransportLimits(requests_per_s=1e6, requests_burst=1e6, max_streams_per_peer=0)
 KINDS = {
-    "streams": (None, LIMITS),
-    "streams with key": (KEY, LIMITS),
-    "posts": (None, WITHOUT_STREAMS),
-    "posts with key": (KEY, WITHOUT_STREAMS),
+    "streams": (None, True, LIMITS),
+    "streams, authenticated": (KEY, False, LIMITS),
+    "streams, encrypted": (KEY, True, LIMITS),
+    "posts": (None, True, WITHOUT_STREAMS),
+    "posts, TLS": (KEY, True, WITHOUT_STREAMS),
 }
+"""Name -> the swarm's key, whether streams are encrypted, bounds."""
 SHORT_NBYTES = (0, 4_000, 100_000, 400_000)
 
 
@@ -69,10 +74,16 @@ def serve_raw(nbytes: int) -> int:
     return int(listening.getsockname()[1])
 
 
-async def serve_http(nbytes: int, key: bytes | None, limits: TransportLimits) -> int:
+def made(who: Identity, key: bytes | None, hides: bool, limits: TransportLimits) -> HttpTransport:
+    """Return a node's transport."""
+    tls = who.tls([key]) if key is not None else None
+    return HttpTransport(who.node_id, "bench", tls, hides=hides, clock=SystemClock(), limits=limits)
+
+
+async def serve_http(nbytes: int, key: bytes | None, hides: bool, limits: TransportLimits) -> int:
     """Serve ``take``, ``give`` and ``echo``; return the port."""
     buffer = np.zeros(nbytes // 4, np.float32)
-    transport = HttpTransport(CALLEE, "bench", key, clock=SystemClock(), limits=limits)
+    transport = made(CALLED, key, hides, limits)
 
     async def take(incoming: Incoming) -> Reply:
         await incoming.read_vector_into(memoryview(buffer))
@@ -165,8 +176,8 @@ async def measure(nbytes: int, rounds: int) -> None:
     raw = socket.create_connection(("127.0.0.1", raw_port))
     watch = Stopwatch(child.pid)
     transports: dict[str, tuple[HttpTransport, Address]] = {}
-    for (name, (key, _)), port in zip(KINDS.items(), http_ports, strict=True):
-        transport = HttpTransport(CALLER, "bench", key, clock=SystemClock(), limits=LIMITS)
+    for (name, (key, hides, _)), port in zip(KINDS.items(), http_ports, strict=True):
+        transport = made(CALLING, key, hides, LIMITS)
         await transport.start()
         transports[name] = (transport, Address("127.0.0.1", port))
 
@@ -190,6 +201,7 @@ async def measure(nbytes: int, rounds: int) -> None:
             await watch.watch(f"{name}, sent", send(transport, to))
             await watch.watch(f"{name}, fetched", fetch(transport, to))
     short = await measure_short(transports, child.pid, rounds)
+    probes = await measure_probes(transports, child.pid, rounds)
     for transport, _ in transports.values():
         await transport.close()
     raw.close()
@@ -197,7 +209,47 @@ async def measure(nbytes: int, rounds: int) -> None:
     child.wait()
     print(f"{nbytes / 1e6:g} MB float32 over loopback, medians of {rounds} rounds, {os.cpu_count()} cores")
     watch.report(nbytes)
-    print("\n".join(("", "calls with short vectors both ways", *short)))
+    print("\n".join(("", "calls with short vectors both ways", *short, "", *probes)))
+
+
+async def measure_probes(
+    transports: dict[str, tuple[HttpTransport, Address]], child_pid: int, rounds: int
+) -> list[str]:
+    """Return a table of probes as the failure detector makes them, and of those on new connections."""
+    calls, lines = 100, [f"{'probes':36}{'wall us':>10}{'CPU us':>9}{'ratio':>8}"]
+    watch = Stopwatch(child_pid)
+    for _ in range(rounds + 1):
+        for name in ("posts", "posts, TLS"):
+            key, hides, _ = KINDS[name]
+            _, to = transports[name]
+            async with made_started(key, hides) as transport:
+                await transport.call(to, CALLEE, "echo", b"x" * 300, deadline_s=60)
+                with watch.timed(f"{name}, kept connection"):
+                    for _ in range(calls):
+                        await transport.call(to, CALLEE, "echo", b"x" * 300, deadline_s=60)
+            with watch.timed(f"{name}, new connection"):
+                for _ in range(calls // 10):
+                    async with made_started(key, hides) as transport:
+                        await transport.call(to, CALLEE, "echo", b"x" * 300, deadline_s=60)
+    for kind, count in (("kept connection", calls), ("new connection", calls // 10)):
+        plain = statistics.mean(watch.cpu[f"posts, {kind}"][1:])
+        for name in ("posts", "posts, TLS"):
+            wall_s = statistics.median(watch.wall[f"{name}, {kind}"][1:])
+            cpu_s = statistics.mean(watch.cpu[f"{name}, {kind}"][1:])
+            row = f"{name + ', ' + kind:36}{wall_s / count * 1e6:10.0f}{cpu_s / count * 1e6:9.0f}"
+            lines.append(f"{row}{cpu_s / plain:8.2f}")
+    return lines
+
+
+@asynccontextmanager
+async def made_started(key: bytes | None, hides: bool) -> AsyncIterator[HttpTransport]:
+    """A new caller."""
+    transport = made(CALLING, key, hides, LIMITS)
+    await transport.start()
+    try:
+        yield transport
+    finally:
+        await transport.close()
 
 
 async def measure_short(
@@ -223,17 +275,18 @@ async def measure_short(
     return lines
 
 
-def measure_macs() -> None:
-    """Print the speed of each MAC that was considered, on one piece."""
+def measure_sealing() -> None:
+    """Print the speed of sealing one piece, beside MACs that were considered."""
     piece = memoryview(bytearray(os.urandom(PIECE_BYTES)))
     key = os.urandom(32)
-    gmac = PieceMac(key)
-    macs: dict[str, Callable[[], bytes]] = {
-        "GMAC (chosen)": lambda: gmac.of(piece),
+    hides, proves = Cipher(key), Cipher(key, hides=False)
+    macs: dict[str, Callable[[], object]] = {
+        "AES-256-GCM (default)": lambda: hides.seal_piece(piece),
+        "GMAC (trusted network)": lambda: proves.seal_piece(piece),
         "HMAC-SHA256": lambda: hmac.digest(key, piece, "sha256"),
         "BLAKE2b keyed": lambda: hashlib.blake2b(piece, key=key, digest_size=16).digest(),
     }
-    print(f"\n{'MAC of one 1 MiB piece':28}{'MB/s':>8}{'ms':>10}")
+    print(f"\n{'sealing of 1 MiB':28}{'MB/s':>8}{'ms':>10}")
     for name, mac in macs.items():
         times = []
         for _ in range(50):
@@ -256,7 +309,7 @@ def main() -> None:
         asyncio.run(serve(nbytes))
         return
     asyncio.run(measure(nbytes, arguments.rounds))
-    measure_macs()
+    measure_sealing()
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from p2pdrl.api.protocol import NodeView
 from p2pdrl.clock import Clock
 from p2pdrl.transport.auth import ReplayGuard, is_nonce, new_nonce, parse_time, prove_target, verify_api
 from p2pdrl.transport.dial import is_loopback
+from p2pdrl.transport.http.listener import watched
 
 __all__ = ["MAC_HEADERS", "Access", "AccessGuard", "from_this_machine"]
 
@@ -87,9 +88,13 @@ class AccessGuard:
         _refuse_body(request, takes_body=takes_body)
         if access is Access.CHANGE or not self._readable(access):
             self._authenticate(request)
+        elif access is Access.OPEN or self._node.swarm_keys:
+            return
+        if (connection := watched(request)) is not None:
+            connection.proven = True  # strangers' connections give way to it
 
     def _readable(self, access: Access) -> bool:
-        if access is Access.OPEN or self._node.swarm_key is None:
+        if access is Access.OPEN or not self._node.swarm_keys:
             return True
         return access is Access.METRICS and self._node.open_metrics
 
@@ -135,8 +140,7 @@ class AccessGuard:
             raise ApiRefusal(409, "this signed request was seen before")
 
     def _keys(self) -> list[bytes]:
-        token, swarm_key = self._node.token.encode(), self._node.swarm_key
-        return [token] if swarm_key is None else [token, swarm_key]
+        return [self._node.token.encode(), *self._node.swarm_keys]
 
 
 def from_this_machine(request: web.Request) -> bool:

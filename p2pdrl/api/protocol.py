@@ -48,8 +48,8 @@ class NodeView(Protocol):
         """The local token: 64 hex digits, also in ``<data_dir>/token``."""
 
     @property
-    def swarm_key(self) -> bytes | None:
-        """The swarm's secret, or None for a keyless swarm on loopback."""
+    def swarm_keys(self) -> tuple[bytes, ...]:
+        """The swarm's secrets, none for a keyless swarm on loopback; several while the key is replaced."""
 
     @property
     def open_metrics(self) -> bool:

@@ -7,6 +7,7 @@ becomes one of the package's errors, so that commands hold no error handling of 
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import json
 import os
 import re
@@ -24,6 +25,7 @@ __all__ = ["NodeClient", "parse_api", "read_token"]
 _LARGEST_JSON_BYTES = 64 << 20
 _PIECE_BYTES = 1 << 20
 _TOKEN = re.compile(r"[0-9a-f]{64}")
+_HEALTH, _TARGET = "/healthz", "/v1/target"
 
 
 def parse_api(text: str) -> Address:
@@ -45,6 +47,13 @@ def read_token(data_dir: str | Path) -> str | None:
     except (OSError, ValueError):
         return None
     return token if _TOKEN.fullmatch(token) else None
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 class NodeClient:
@@ -88,11 +97,11 @@ class NodeClient:
 
     def health(self) -> dict[str, Any]:
         """The node's ``/healthz``, also when it is unwell."""
-        return self._dict(self.get("/healthz", unwell_is_fine=True))
+        return self._dict(self.get(_HEALTH, unwell_is_fine=True))
 
     def date(self) -> str:
         """The ``Date`` of an answer: the node's wall clock in whole seconds; empty if it tells none."""
-        with self._open("GET", "/healthz", unwell_is_fine=True) as response:
+        with self._open("GET", _HEALTH, unwell_is_fine=True) as response:
             response.read(_LARGEST_JSON_BYTES)
             return response.headers.get("Date", "")
 
@@ -133,13 +142,11 @@ class NodeClient:
         self, method: str, path: str, *, unwell_is_fine: bool = False, timeout_s: float | None = None
     ) -> Iterator[http.client.HTTPResponse]:
         """Send one request, with credentials where they are needed, and hand out the good answer."""
-        connection = http.client.HTTPConnection(
-            self.address.host, self.address.port, timeout=timeout_s or self._timeout_s
-        )
+        connection = self._connection(path, timeout_s or self._timeout_s)
         try:
             key = self._swarm_key or self._known_token() if method == "GET" else self._key_for_changes()
-            if path == "/healthz":
-                key = None  # open to everybody, and asked of nodes whose key isn't ours
+            if path == _HEALTH or path.startswith(_TARGET):
+                key = None  # open to everybody
             response = self._send(connection, method, path, key)
             if response.status == 401 and key is None and (key := self._token_nearby()) is not None:
                 response.read()
@@ -152,6 +159,19 @@ class NodeClient:
             raise self._unreachable(error) from error
         finally:
             connection.close()
+
+    def _connection(self, path: str, timeout_s: float) -> http.client.HTTPConnection:
+        """Over TLS where others could listen and we hold the swarm's key, by which the node proves itself.
+
+        Its health is asked of nodes whose key isn't ours, too.
+        """
+        host, port = self.address.host, self.address.port
+        if self._swarm_key is None or path == _HEALTH or _is_this_machine(host):
+            return http.client.HTTPConnection(host, port, timeout=timeout_s)
+        from p2pdrl.transport.tls import client_context
+
+        context = client_context([self._swarm_key])
+        return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
 
     def _send(
         self, connection: http.client.HTTPConnection, method: str, path: str, key: bytes | None
@@ -171,8 +191,8 @@ class NodeClient:
         if self._target is not None and self._target[0] == key:
             return self._target[1]
         nonce = new_nonce()
-        asked = NodeClient(self.address, timeout_s=self._timeout_s)
-        said = self._dict(asked.get(f"/v1/target?nonce={nonce}"))
+        asked = NodeClient(self.address, swarm_key=self._swarm_key, timeout_s=self._timeout_s)
+        said = self._dict(asked.get(f"{_TARGET}?nonce={nonce}"))
         target, proofs = said.get("target"), said.get("proofs")
         if not isinstance(target, str) or not isinstance(proofs, list):
             raise self._stranger()

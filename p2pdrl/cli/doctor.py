@@ -17,11 +17,12 @@ from typing import Literal
 import click
 import msgspec
 
+from p2pdrl.api.keyfile import SwarmKeys, read_swarm_keys
 from p2pdrl.cli.client import NodeClient, parse_api
 from p2pdrl.cli.formats import byte_size, clean
 from p2pdrl.cli.options import json_option, split_addresses
 from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, UnhealthyError, UsageError
-from p2pdrl.ids import PROTOCOL_VERSION, swarm_id_from_key
+from p2pdrl.ids import PROTOCOL_VERSION
 
 __all__ = ["Check", "doctor", "machine_checks", "peer_checks"]
 
@@ -60,10 +61,11 @@ def machine_checks(data_dir: str | None, listen: str) -> list[Check]:
     ]
 
 
-def peer_checks(address: str, swarm_key: bytes | None, timeout_s: float = 5.0) -> list[Check]:
+def peer_checks(address: str, swarm_keys: SwarmKeys | None, timeout_s: float = 5.0) -> list[Check]:
     """Check one peer: reachable, same protocol, same swarm, same time."""
     where = parse_api(address)
-    client = NodeClient(where, swarm_key=swarm_key, timeout_s=timeout_s)
+    shown = None if swarm_keys is None else swarm_keys.good(time.time())[0]
+    client = NodeClient(where, swarm_key=shown, timeout_s=timeout_s)
     name = f"peer {where}"
     try:
         health = client.health()
@@ -81,7 +83,7 @@ def peer_checks(address: str, swarm_key: bytes | None, timeout_s: float = 5.0) -
     if theirs != PROTOCOL_VERSION:
         found = f"protocol {clean(theirs, 20)}, ours is {PROTOCOL_VERSION}"
         checks.append(Check(f"{name} protocol", "fail", found, "install the same p2pdrl on both machines"))
-    return [*checks, _clock(name, client), _swarm(name, client, swarm_key)]
+    return [*checks, _clock(name, client), _swarm(name, client, swarm_keys)]
 
 
 def _python() -> Check:
@@ -218,13 +220,13 @@ def _clock(name: str, client: NodeClient) -> Check:
     return Check(f"{name} clock", "fail" if abs(skew_s) > _SKEW_FAIL_S else "warn", found, advice)
 
 
-def _swarm(name: str, client: NodeClient, swarm_key: bytes | None) -> Check:
+def _swarm(name: str, client: NodeClient, swarm_keys: SwarmKeys | None) -> Check:
     """Whether its swarm's key is ours."""
     name = f"{name} swarm"
     try:
         status = client.status()
     except UsageError:
-        if swarm_key is None:
+        if swarm_keys is None:
             return Check(name, "fail", "has a swarm key", "give the same key with --swarm-key-file")
         return Check(
             name, "fail", "refuses our swarm key", "copy its key file, or name the right one; see clock"
@@ -232,9 +234,9 @@ def _swarm(name: str, client: NodeClient, swarm_key: bytes | None) -> Check:
     except P2PDRLError as error:
         return Check(name, "fail", str(error), "look at that node's log")
     swarm_id = clean(status.get("swarm_id"), 16)
-    if swarm_key is not None and swarm_id != swarm_id_from_key(swarm_key):
+    if swarm_keys is not None and swarm_id != swarm_keys.swarm_id:
         return Check(name, "fail", f"{swarm_id} isn't our key's swarm", "start both with one swarm key")
-    if swarm_key is None:
+    if swarm_keys is None:
         return Check(name, "ok", f"{swarm_id}, without a key")
     return Check(name, "ok", f"{swarm_id}, our key")
 
@@ -268,12 +270,10 @@ def doctor(
 
     Each line says ok, warn or fail, and what to do. The exit code is 4 if anything fails.
     """  # fmt: skip
-    from p2pdrl.api.keyfile import read_swarm_key
-
-    key = read_swarm_key(swarm_key_file) if swarm_key_file else None
+    keys = read_swarm_keys(swarm_key_file) if swarm_key_file else None
     checks = machine_checks(data_dir, listen)
     for address in split_addresses(peers):
-        checks += peer_checks(address, key)
+        checks += peer_checks(address, keys)
     failed = sum(check.result == "fail" for check in checks)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode({"ok": not failed, "checks": checks}), indent=2))

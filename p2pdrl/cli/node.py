@@ -1,18 +1,17 @@
-"""``p2pdrl node`` runs the daemon in the foreground; ``p2pdrl keygen`` makes the secret of a swarm."""
+"""``p2pdrl node`` runs the daemon in the foreground."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import click
 
 from p2pdrl.cli.options import config_options, split_addresses
 
-__all__ = ["end_with_parent", "keygen", "node"]
+__all__ = ["end_with_parent", "node"]
 
 _WATCH_S = 0.5
 
@@ -127,21 +126,3 @@ def _watch(parent_pid: int) -> None:
     while os.getppid() == parent_pid:
         pause.wait(_WATCH_S)
     os._exit(1)
-
-
-@click.command()
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path), default=Path("swarm.key"))
-def keygen(file: Path) -> None:
-    """Make a swarm key.
-
-    Writes it to FILE (swarm.key by default), readable by you only, and never over another file.
-    Copy it to every machine of the swarm and start each node with --swarm-key-file FILE.
-    """
-    from p2pdrl.api.keyfile import write_swarm_key
-
-    write_swarm_key(file)
-    click.echo(file)
-    click.echo(
-        f"copy it to every machine, and start: p2pdrl node --swarm-key-file {file} --listen HOST:PORT",
-        err=True,
-    )

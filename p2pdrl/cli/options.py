@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,9 +36,9 @@ class Target:
 
         swarm_key = None
         if self.key_file is not None:
-            from p2pdrl.api.keyfile import read_swarm_key
+            from p2pdrl.api.keyfile import read_swarm_keys
 
-            swarm_key = read_swarm_key(self.key_file)
+            swarm_key = read_swarm_keys(self.key_file).good(time.time())[0]
         return NodeClient(
             parse_api(self.api),
             swarm_key=swarm_key,

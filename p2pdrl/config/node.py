@@ -243,7 +243,9 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     trusted_network: bool = False
     """Let strategies use torch.distributed (``backend = "torch"``, or a pipeline's ``auto``). Its store and
     connections listen on further ports without authentication or encryption: anyone who reaches them can read
-    and change what is averaged or computed. Only where every machine on the network may be trusted."""
+    and change what is averaged or computed. And with a swarm key, vectors between two nodes that both say so
+    are authenticated and not encrypted, which spares about 0.2 ms of processor time a megabyte. Only where
+    every machine on the network may be trusted."""
     open_metrics: bool = False
     """Answer ``/metrics`` without authentication even when a swarm key is set."""
     membership: MembershipProfile = "lan"

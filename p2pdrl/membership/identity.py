@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from p2pdrl.atomic import write_beside
 from p2pdrl.errors import StorageError
 from p2pdrl.ids import node_id_from_public_key
+from p2pdrl.transport.tls import SwarmTls
 
 __all__ = ["Identity", "Signer", "Verify", "verify"]
 
@@ -47,6 +48,7 @@ class Identity:
     """A node's own key pair, from the 32 raw bytes of an Ed25519 private key."""
 
     def __init__(self, private_key: bytes) -> None:
+        self._private_key = private_key
         self._key = Ed25519PrivateKey.from_private_bytes(private_key)
         self._public_key = self._key.public_key().public_bytes(
             serialization.Encoding.Raw, serialization.PublicFormat.Raw
@@ -84,6 +86,10 @@ class Identity:
     def public_key(self) -> bytes:
         """32 raw bytes."""
         return self._public_key
+
+    def tls(self, swarm_keys: Sequence[bytes]) -> SwarmTls:
+        """Return our half of connections between holders of a swarm's keys, of which the first makes ours."""
+        return SwarmTls(self._private_key, swarm_keys)
 
     def sign(self, data: bytes) -> bytes:
         """Return the 64-byte signature of ``data``."""

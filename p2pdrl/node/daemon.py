@@ -221,6 +221,8 @@ class Node:
             jobs.append(group.create_task(context.gossip.run(), name="gossip"))
             if opened.may_move:
                 jobs.append(group.create_task(self._follow_address(), name="address"))
+            if opened.key_watch is not None:
+                jobs.append(group.create_task(opened.key_watch.run(), name="swarm key"))
             memory = await self._memory.read()
             origin = await self._admission.find_swarm(
                 context.membership.joiner, context.address, remembers=opened.remembers, memory=memory

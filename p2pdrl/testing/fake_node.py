@@ -90,7 +90,7 @@ class FakeNode:
         self.name = name
         self.node_id = hashlib.sha256(name.encode()).hexdigest()[:32]
         self.token = "7" * 64
-        self.swarm_key = swarm_key
+        self.swarm_keys = () if swarm_key is None else (swarm_key,)
         self.open_metrics = False
         self.data_dir = data_dir
         self.reasons: list[str] = []

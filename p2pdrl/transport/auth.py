@@ -1,14 +1,7 @@
-"""Proof that a message was made by a holder of the swarm key, and was made for us, now.
+"""Proof that a request to the API was made by a holder of a key, and was made for us, now.
 
-The API uses `sign_api` and `verify_api` for requests from other machines.
-
-All keys come from the swarm key by HKDF-SHA256 (RFC 5869), one per purpose. A header carries
-an HMAC-SHA256, checked before the body is read. A piece carries a GMAC (AES-128-GCM with
-nothing encrypted, NIST SP 800-38D): 31 GB/s on a core with VAES where HMAC-SHA256 does 2.1,
-so that a 40 MB vector is checked in 2 ms and not in 20. GMAC must never see one (key, nonce)
-twice: the key is derived from the fresh random nonces of this request (and, for an answer, of
-this answer), and the piece's index is the GCM nonce. Streams and pipes have one key for each direction,
-derived from the nonces with which they were opened, and count their pieces from one end to the other.
+Who holds the swarm's key or the node's token signs its request with it (HMAC-SHA256 under a key derived by
+HKDF-SHA256, RFC 5869), so that neither is ever sent. Peers prove who they are by TLS, see `tls`.
 """
 
 from __future__ import annotations
@@ -18,19 +11,13 @@ import hmac
 import re
 import secrets
 
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from p2pdrl.clock import Clock
 
 __all__ = [
-    "MAC_BYTES",
-    "NO_MACS",
-    "PieceMac",
     "ReplayGuard",
-    "SwarmKeys",
     "Verdict",
     "format_time",
     "is_nonce",
@@ -41,9 +28,6 @@ __all__ = [
     "target_proven",
     "verify_api",
 ]
-
-MAC_BYTES = 16
-"""Length of a piece's MAC."""
 
 _NONCE = re.compile(r"[0-9a-f]{32}")
 _TIME = re.compile(r"[0-9]{1,12}\.[0-9]{3}")
@@ -80,102 +64,6 @@ def _join(fields: tuple[str | bytes, ...]) -> bytes:
     """Put fields together so that no two different lists give the same bytes."""
     parts = [field.encode() if isinstance(field, str) else field for field in fields]
     return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
-
-
-class PieceMac:
-    """MACs of everything that goes one way, in one request or over one stream or pipe.
-
-    Both ends number the pieces from ``first`` on, so that none can be repeated, left out or put in another
-    order.
-
-    Args:
-        key: 32 bytes that no other message, stream or direction uses; the first 16 are the AES key. Without
-            one there are no MACs: each is empty, and good.
-        first: number of the first piece.
-
-    Attributes:
-        nbytes: length of a MAC: `MAC_BYTES`, or 0 without a key.
-    """
-
-    def __init__(self, key: bytes | None, first: int = 1) -> None:
-        self._gcm = AESGCM(key[:16]) if key is not None else None
-        self.nbytes = MAC_BYTES if key is not None else 0
-        self._next = first
-
-    def of(self, piece: bytes | bytearray | memoryview) -> bytes:
-        """Return the MAC of the next piece."""
-        if self._gcm is None:
-            return b""
-        self._next += 1
-        return self._gcm.encrypt((self._next - 1).to_bytes(12, "big"), b"", piece)
-
-    def good(self, piece: bytes | bytearray | memoryview, mac: bytes | bytearray | memoryview) -> bool:
-        """Tell in constant time whether ``mac`` belongs to the next piece."""
-        if self._gcm is None:
-            return True
-        self._next += 1
-        try:
-            self._gcm.decrypt((self._next - 1).to_bytes(12, "big"), bytes(mac), piece)
-        except InvalidTag:
-            return False
-        return True
-
-    def skip(self, count: int) -> None:
-        """Pass over ``count`` pieces that nobody looks at."""
-        self._next += count
-
-
-NO_MACS = PieceMac(None)
-"""For bytes that have no MACs of their own."""
-
-
-class SwarmKeys:
-    """The keys of one swarm, derived once from its key.
-
-    Args:
-        swarm_key: the shared secret, any length. Without one nothing carries a MAC, and everything is good.
-
-    Attributes:
-        mac_nbytes: length of a piece's MAC: `MAC_BYTES`, or 0 without a key.
-    """
-
-    def __init__(self, swarm_key: bytes | None) -> None:
-        self._header = _derive(swarm_key, "header") if swarm_key is not None else None
-        self._pieces = _derive(swarm_key, "pieces") if swarm_key is not None else None
-        self.mac_nbytes = MAC_BYTES if swarm_key is not None else 0
-
-    def header_mac(self, *fields: str) -> str:
-        """Return the HMAC-SHA256 over a header's fields, 64 hex digits; empty without a key."""
-        return hmac.digest(self._header, _join(fields), hashlib.sha256).hex() if self._header else ""
-
-    def header_good(self, mac: str, *fields: str) -> bool:
-        """Tell in constant time whether ``mac`` belongs to these fields."""
-        return self._header is None or hmac.compare_digest(self.header_mac(*fields).encode(), mac.encode())
-
-    def request_pieces(self, nonce: str) -> PieceMac:
-        """MACs for the body of the request that carries ``nonce``; piece 0 is the metadata."""
-        return PieceMac(self._key("request", nonce), first=0)
-
-    def answer_pieces(self, nonce: str, answer_nonce: str) -> PieceMac:
-        """MACs for the body of the answer with ``answer_nonce`` to the request with ``nonce``."""
-        return PieceMac(self._key("answer", nonce, answer_nonce), first=0)
-
-    def stream(self, nonce: str, answer_nonce: str) -> tuple[PieceMac, PieceMac]:
-        """MACs of the stream opened by these two fresh nonces: of its calls, and of its answers."""
-        calls, answers = self._ways("stream", nonce, answer_nonce)
-        return PieceMac(calls), PieceMac(answers)
-
-    def pipe(self, nonce: str, answer_nonce: str) -> tuple[bytes, bytes] | None:
-        """Keys of the pipe opened by these two fresh nonces: of the caller's messages, of the callee's."""
-        calls, answers = self._ways("pipe", nonce, answer_nonce)
-        return (calls, answers) if calls is not None and answers is not None else None
-
-    def _ways(self, purpose: str, nonce: str, answer_nonce: str) -> tuple[bytes | None, bytes | None]:
-        calls, answers = (self._key(purpose, way, nonce, answer_nonce) for way in ("calls", "answers"))
-        return calls, answers
-
-    def _key(self, *fields: str) -> bytes | None:
-        return hmac.digest(self._pieces, _join(fields), hashlib.sha256) if self._pieces else None
 
 
 class ReplayGuard:

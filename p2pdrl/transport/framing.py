@@ -1,13 +1,14 @@
 """The bytes of every message between nodes, written and parsed without any input or output.
 
-    POST, body = metadata [mac] piece_1 [mac] piece_2 [mac] ...               the head is in HTTP's headers
-    call       = head(16) route metadata [mac] piece_1 [mac] ...              over a stream
-    answer     = head(16) metadata [mac] piece_1 [mac] ...                    over a stream, one for each call
-    message    = head(16) number(8) metadata [mac] piece_1 [mac] ...          over a pipe, either way
+    POST, body = metadata vector                                              the head is in HTTP's headers
+    call       = head(16) route metadata [tag] piece_1 [tag] ...              over a stream
+    answer     = head(16) metadata [tag] piece_1 [tag] ...                    over a stream, one for each call
+    message    = head(16) number(8) metadata [tag] piece_1 [tag] ...          over a pipe, either way
 
 A head is a mark (2 bytes), a code (2: what it means depends on the mark) and the lengths of metadata (4) and
-vector (8), big-endian. A vector is cut into pieces of 1 MiB, the last of which may be shorter. The first MAC
-covers all that precedes it, each other MAC its piece; without a swarm key MACs are empty.
+vector (8), big-endian. A vector is cut into pieces of 1 MiB, the last of which may be shorter. Metadata and
+pieces are sealed one by one (`cipher`); the first tag covers what precedes the metadata, too. Without a swarm
+key nothing is sealed, and tags are empty.
 
 `batches` writes a frame; `UnreadBytes` takes in heads and metadata, `Filling` a vector, straight into its
 buffer. Learner processes use this too, so it imports little.
@@ -20,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from p2pdrl.errors import WireError
-from p2pdrl.transport.auth import MAC_BYTES, NO_MACS, PieceMac
+from p2pdrl.transport.cipher import OPEN, Cipher
 from p2pdrl.transport.limits import PIECE_BYTES
 
 __all__ = [
@@ -40,9 +41,7 @@ __all__ = [
     "join_views",
     "pack_head",
     "pieces_of",
-    "seal",
     "unpack_head",
-    "unseal",
     "unsent",
     "views_of",
 ]
@@ -142,25 +141,6 @@ class AnswerFrame(NamedTuple):
         return cls(status, meta_nbytes, vector_nbytes, last)
 
 
-def seal(meta: bytes, mac: PieceMac) -> bytes:
-    """Return metadata with their MAC."""
-    return meta + mac.of(meta)
-
-
-def unseal(sealed: bytes, mac: PieceMac, what: str, head: bytes = b"") -> bytes:
-    """Check the MAC behind metadata, which covers ``head`` too, and return the metadata.
-
-    Raises:
-        WireError: the MAC is wrong; ``what`` names the message in the error.
-    """
-    if not mac.nbytes:
-        return sealed
-    meta = sealed[:-MAC_BYTES]
-    if not mac.good(head + meta, sealed[-MAC_BYTES:]):
-        raise WireError(f"{what} isn't authentic")
-    return meta
-
-
 def checked_buffer(out: memoryview | None, vector_nbytes: int, what: str) -> memoryview:
     """Return the bytes of the buffer that the receiver gave for a vector.
 
@@ -224,28 +204,28 @@ def pieces_of(vector_nbytes: int) -> int:
     return -(-vector_nbytes // PIECE_BYTES)
 
 
-def body_nbytes(meta_nbytes: int, vector_nbytes: int, mac_nbytes: int) -> int:
-    """Return the length of metadata, vector and their MACs."""
-    return meta_nbytes + vector_nbytes + (1 + pieces_of(vector_nbytes)) * mac_nbytes
+def body_nbytes(meta_nbytes: int, vector_nbytes: int, tag_nbytes: int) -> int:
+    """Return the length of metadata, vector and their tags."""
+    return meta_nbytes + vector_nbytes + (1 + pieces_of(vector_nbytes)) * tag_nbytes
 
 
-def batches(first: bytes, views: Sequence[memoryview], mac: PieceMac) -> Iterator[list[Buffer]]:
-    """Yield a frame as lists of buffers, each list to be sent by one system call.
+def batches(head: bytes, meta: bytes, views: Sequence[memoryview], cipher: Cipher) -> Iterator[list[Buffer]]:
+    """Yield a frame as lists of buffers, each to be sent by one system call before the next is asked for.
 
     A list is about one piece long, so that no call holds the event loop for long; what comes first
-    travels with the first piece, so that a short frame is one list. Nothing is copied but pieces that
-    need a MAC and span two views. MACs are made when their turn comes.
+    travels with the first piece, so that a short frame is one list. Nothing is copied but what is encrypted,
+    and pieces that are sealed and span two views.
 
     Args:
-        first: everything before the vector, without its MAC.
+        head: everything before the metadata; it isn't hidden.
+        meta: the metadata.
         views: the vector.
-        mac: makes MACs.
+        cipher: seals metadata and pieces when their turn comes.
     """
-    batch: list[Buffer] = [first]
-    if mac.nbytes:
-        batch.append(mac.of(first))
+    batch: list[Buffer] = [head + cipher.seal(meta, head)]
+    if cipher.nbytes:
         for piece in cut(views):
-            batch += (piece, mac.of(piece))
+            batch += cipher.seal_piece(piece)
             yield batch
             batch = []
     else:
@@ -329,23 +309,27 @@ class UnreadBytes:
 class Filling:
     """A buffer that fills with pieces as they come, each checked when it is whole.
 
+    What comes in the open goes straight where it belongs; what is encrypted is decrypted there.
+
     Args:
         out: where the bytes go.
-        mac: checks pieces.
+        cipher: opens pieces.
 
     Attributes:
         out: as given.
-        taken_nbytes: bytes that came, MACs included.
+        taken_nbytes: bytes that came, tags included.
     """
 
-    def __init__(self, out: memoryview, mac: PieceMac = NO_MACS) -> None:
+    def __init__(self, out: memoryview, cipher: Cipher = OPEN) -> None:
         self.taken_nbytes = 0
         self.out = out
-        self._mac = mac
+        self._cipher = cipher
         self._start = 0
         self._piece = out[:PIECE_BYTES]
         self._at = 0
-        self._tail = memoryview(bytearray(mac.nbytes))
+        hidden_nbytes = len(self._piece) if cipher.hides else 0
+        self._sealed = memoryview(bytearray(hidden_nbytes + cipher.nbytes))
+        """The encrypted piece with its tag; or the tag alone, where pieces come in the open."""
 
     @property
     def full(self) -> bool:
@@ -353,11 +337,13 @@ class Filling:
         return self._start >= len(self.out)
 
     def room(self) -> list[memoryview]:
-        """Return where the next bytes go: never more than the rest of one piece and its MAC."""
+        """Return where the next bytes go: never more than the rest of one piece and its tag."""
+        if self._cipher.hides:
+            return [self._sealed[self._at : len(self._piece) + self._cipher.nbytes]]
         missing = len(self._piece) - self._at
         if missing <= 0:
-            return [self._tail[-missing:]]
-        return [self._piece[self._at :], self._tail] if self._tail else [self._piece[self._at :]]
+            return [self._sealed[-missing:]]
+        return [self._piece[self._at :], self._sealed] if self._sealed else [self._piece[self._at :]]
 
     def took(self, nbytes: int) -> None:
         """Note that the first ``nbytes`` of `room` hold what came.
@@ -367,9 +353,13 @@ class Filling:
         """
         self.taken_nbytes += nbytes
         self._at += nbytes
-        if self._at < len(self._piece) + len(self._tail):
+        if self._at < (whole := len(self._piece) + self._cipher.nbytes):
             return
-        if not self._mac.good(self._piece, self._tail):
+        if self._cipher.hides:
+            good = self._cipher.decrypt_piece(self._sealed[:whole], self._piece)
+        else:
+            good = self._cipher.unseal_piece(self._piece, self._sealed)
+        if not good:
             raise WireError(f"piece {self._start // PIECE_BYTES + 1} of the vector isn't authentic")
         self._start += PIECE_BYTES
         self._piece = self.out[self._start : self._start + PIECE_BYTES]

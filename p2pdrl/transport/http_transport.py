@@ -3,7 +3,7 @@
 The node makes one, mounts it on the application that also serves the API, and gives it to
 membership and strategies as a `Transport`:
 
-    transport = HttpTransport(node_id, swarm_id, swarm_key, clock=SystemClock())
+    transport = HttpTransport(node_id, swarm_id, tls, clock=SystemClock())
     transport.mount(app)
     await transport.start()
 
@@ -15,32 +15,72 @@ system become `TransportError` here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
 from typing import TypeVar
 
 import aiohttp
 from aiohttp import web
+from aiohttp.connector import Connection
+from aiohttp.tracing import Trace
 from yarl import URL
 
 from p2pdrl.clock import Clock
-from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, WireError
-from p2pdrl.transport.auth import SwarmKeys
+from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError, WireError
 from p2pdrl.transport.calls import OutgoingCall, refused
 from p2pdrl.transport.dial import Dialer
-from p2pdrl.transport.framing import body_nbytes, seal
 from p2pdrl.transport.http.body import BodyReader, body_chunks
-from p2pdrl.transport.http.headers import CONTENT_TYPE, AnswerHead, Credentials, RequestHead
-from p2pdrl.transport.http.server import HttpServer
-from p2pdrl.transport.http.upgrade import NotConnectedError, NotOfferedError, Upgrader
+from p2pdrl.transport.http.headers import (
+    CONTENT_TYPE,
+    NO_TARGET,
+    AnswerHead,
+    RequestHead,
+    check_answer,
+)
+from p2pdrl.transport.http.listener import APP_TRANSPORT, ServedConnection
+from p2pdrl.transport.http.server import PIPE_PREFIX, STREAM_PATH, HttpServer
 from p2pdrl.transport.limits import TransportLimits
-from p2pdrl.transport.pipe.opening import open_pipe
-from p2pdrl.transport.pipe.ticket import MAX_PIPE_META_BYTES, Pipe, PipeReply
-from p2pdrl.transport.protocol import Address, Answer, Handler, Incoming, Lane, TrafficCounters, VectorBuffer
+from p2pdrl.transport.opening import ConnectionOpening, NotConnectedError, NotOfferedError, Opener
+from p2pdrl.transport.pipe.server import PipeAnswer
+from p2pdrl.transport.pipe.ticket import MAX_PIPE_META_BYTES, Pipe, PipeReply, PipeTicket
+from p2pdrl.transport.protocol import (
+    Address,
+    Answer,
+    Handler,
+    Incoming,
+    Lane,
+    TrafficCounters,
+    VectorBuffer,
+    check_route,
+)
 from p2pdrl.transport.stream.client import StreamClient
+from p2pdrl.transport.tls import SwarmTls
 
 __all__ = ["HttpTransport"]
 
 T = TypeVar("T")
+
+_shown: ContextVar[list[str | None]] = ContextVar("_shown")
+"""Where `_Connector` tells the request that it connects whose certificate was shown."""
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Connections to peers, each by the id of the node at its other end."""
+
+    async def connect(
+        self,
+        req: aiohttp.ClientRequest,
+        traces: list[Trace],
+        timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109 - aiohttp's name
+    ) -> Connection:
+        """Return a connection, new or used before."""
+        connection = await super().connect(req, traces, timeout)
+        transport = connection.transport
+        found = transport.get_extra_info("ssl_object") if transport is not None else None
+        _shown.set([SwarmTls.node_id_of(found)])
+        return connection
 
 
 class HttpTransport:
@@ -49,8 +89,9 @@ class HttpTransport:
     Args:
         node_id: our id.
         swarm_id: the swarm's id.
-        swarm_key: the shared secret; None for a keyless swarm, which `Listener` keeps on loopback.
-        clock: time for stamps, freshness, rates and the name cache.
+        tls: ours; None for a swarm without a key, which `Listener` keeps on loopback.
+        hides: encrypt streams and pipes, too; else they are authenticated alone, unless the peer wants more.
+        clock: time for rates and the name cache.
         limits: all bounds.
         allowed_hosts: names in lower case, besides IP literals and ``localhost``, under which
             others may address us.
@@ -60,8 +101,9 @@ class HttpTransport:
         self,
         node_id: str,
         swarm_id: str,
-        swarm_key: bytes | None,
+        tls: SwarmTls | None,
         *,
+        hides: bool = True,
         clock: Clock,
         limits: TransportLimits | None = None,
         allowed_hosts: Callable[[], set[str]] = set,
@@ -69,25 +111,46 @@ class HttpTransport:
         self.node_id = node_id
         self.limits = limits if limits is not None else TransportLimits()
         self.counters = TrafficCounters()
-        keys = SwarmKeys(swarm_key)
+        self.tls = tls
+        self._swarm_id = swarm_id
+        self._hides = hides
         self._server = HttpServer(
             node_id,
             swarm_id,
-            keys,
+            tls,
+            hides=hides,
             clock=clock,
             limits=self.limits,
             counters=self.counters,
             allowed_hosts=allowed_hosts,
         )
-        self._credentials = Credentials(node_id, swarm_id, keys, clock)
         self._dialer = Dialer(clock, self.limits.resolve_ttl_s)
         self._sessions: dict[Lane, aiohttp.ClientSession] = {}
-        self._upgrader = Upgrader(self._credentials, self.limits)
-        self._streams = StreamClient(self._upgrader, clock=clock, counters=self.counters)
+        self._opener = Opener(self.limits)
+        self._streams = StreamClient(self._ask_stream, self._opener, clock=clock, counters=self.counters)
 
     def mount(self, app: web.Application) -> None:
         """Add the peer routes to ``app``, before it starts."""
+        app[APP_TRANSPORT] = self
         self._server.mount(app)
+
+    def use_keys(self, swarm_keys: Sequence[bytes], *, anew: bool) -> None:
+        """Take these keys of the swarm, and no others, from the next connection on.
+
+        Args:
+            swarm_keys: what we show is of the first.
+            anew: end the streams that are open, whose peers proved themselves by a key that is good no more.
+        """
+        if self.tls is None:
+            raise ValueError("a swarm without a key has none to be replaced")
+        self.tls.use(swarm_keys)
+        if anew:
+            self._streams.close()
+            self._streams.start()
+
+    def redeem(self, token: bytes) -> Callable[[socket.socket, str], ServedConnection | None] | None:
+        """Return what takes a connection over that has shown ``token``; see `http.listener.PortUser`."""
+        return self._server.pending.redeem(token)
 
     def serve(
         self, route: str, handler: Handler, *, max_meta_bytes: int = 65536, max_vector_bytes: int = 0
@@ -125,7 +188,7 @@ class HttpTransport:
             }
 
     def _session(self, per_host: int, keepalive_s: float) -> aiohttp.ClientSession:
-        connector = aiohttp.TCPConnector(limit=0, limit_per_host=per_host, keepalive_timeout=keepalive_s)
+        connector = _Connector(limit=0, limit_per_host=per_host, keepalive_timeout=keepalive_s)
         return aiohttp.ClientSession(
             connector=connector,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
@@ -142,7 +205,8 @@ class HttpTransport:
         sessions = tuple(self._sessions.values())
         self._sessions.clear()
         self._streams.close()
-        self._upgrader.close()
+        self._opener.close()
+        self._server.pending.close()
         for session in sessions:
             await session.close()
 
@@ -187,11 +251,40 @@ class HttpTransport:
             TransportError: as for `call`.
             ValueError: the name is malformed, or the metadata are too long.
         """
+        if len(meta) > MAX_PIPE_META_BYTES:
+            raise ValueError(f"{len(meta)} bytes of metadata are too many for the request")
+        path = PIPE_PREFIX + check_route(route)
 
         async def once(address: Address) -> Pipe:
-            return await open_pipe(self._upgrader, address, peer_id, route, meta)
+            call = OutgoingCall(peer_id, route, meta, None, None)
+            told = await self._post(address, call, self._sessions["bulk"], path)
+            answer = PipeAnswer.decode(told.meta)
+            if len(answer.meta) > MAX_PIPE_META_BYTES:
+                raise WireError(f"the answer has {len(answer.meta)} bytes of metadata")
+            self._check_opening(answer.opening)
+            async with self._opener.open(address, answer.opening.token) as sock:
+                connection, leftover = sock.detach()
+            ticket = PipeTicket(answer.opening.keys, leftover, answer.opening.hides)
+            return Pipe(connection, told.sender or peer_id, answer.meta, ticket)
 
         return await self._try_addresses(to, once, f"the request for the pipe {route}", deadline_s)
+
+    async def _ask_stream(self, address: Address, target_id: str | None) -> tuple[str, ConnectionOpening]:
+        """Ask for a stream; see `stream.client.Asks`."""
+        call = OutgoingCall(target_id, "stream", b"", None, None)
+        told = await self._post(address, call, self._sessions["bulk"], STREAM_PATH)
+        opening = ConnectionOpening.decode(told.meta)
+        self._check_opening(opening)
+        return told.sender or "", opening
+
+    def _check_opening(self, opening: ConnectionOpening) -> None:
+        """See that a connection is as well protected as we want it.
+
+        Raises:
+            WireError: it isn't.
+        """
+        if self.tls is not None and (opening.keys is None or (self._hides and not opening.hides)):
+            raise WireError("the peer offers a connection that isn't encrypted")
 
     async def _try_addresses(
         self, to: Address, once: Callable[[Address], Awaitable[T]], what: str, deadline_s: float
@@ -210,6 +303,8 @@ class HttpTransport:
         for address in await self._dialer.addresses(to):
             try:
                 return await once(address)
+            except (aiohttp.ClientConnectorSSLError, aiohttp.ClientConnectorCertificateError) as error:
+                raise _without_tls(error) from error
             except (NotConnectedError, aiohttp.ClientConnectorError) as error:
                 broken = error
             except (ConnectionError, aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
@@ -220,17 +315,26 @@ class HttpTransport:
                 raise WireError(f"{to} answered what isn't HTTP: {str(error)[:200]}") from error
         raise PeerUnreachableError(f"nothing listens at {to}: {broken}", sent=False) from broken
 
-    async def _post(self, address: Address, call: OutgoingCall, session: aiohttp.ClientSession) -> Answer:
-        """Post one call to one IP and read its answer."""
-        head = self._credentials.head(
-            call.path, call.target_id, meta_nbytes=len(call.meta), vector_nbytes=call.vector_nbytes
+    async def _post(
+        self, address: Address, call: OutgoingCall, session: aiohttp.ClientSession, path: str | None = None
+    ) -> Answer:
+        """Post one call to one IP, to its own path or another, and read its answer."""
+        head = RequestHead(
+            path=path or call.path,
+            sender=self.node_id,
+            target=call.target_id if call.target_id is not None else NO_TARGET,
+            swarm=self._swarm_id,
+            meta_nbytes=len(call.meta),
+            vector_nbytes=call.vector_nbytes,
+            hides=self._hides,
         )
-        mac = self._credentials.keys.request_pieces(head.nonce)
-        nbytes = body_nbytes(len(call.meta), call.vector_nbytes, mac.nbytes)
-        data = body_chunks(call.meta, call.views, mac) if call.views else seal(call.meta, mac)
+        nbytes = len(call.meta) + call.vector_nbytes
+        data = body_chunks(call.meta, call.views) if call.views else call.meta
         headers = {**head.to_headers(), "Content-Length": str(nbytes)}
-        url = URL.build(scheme="http", host=address.host, port=address.port, path=call.path)
-        async with session.post(url, data=data, headers=headers, allow_redirects=False) as response:
+        tls: ssl.SSLContext | bool = self.tls.client if self.tls is not None else True
+        scheme = "http" if self.tls is None else "https"
+        url = URL.build(scheme=scheme, host=address.host, port=address.port, path=head.path)
+        async with session.post(url, data=data, headers=headers, allow_redirects=False, ssl=tls) as response:
             self.counters.sent(call.target_id, nbytes)
             if response.status != 200:
                 raise await self._refusal(response)
@@ -263,14 +367,16 @@ class HttpTransport:
         if response.headers.get("Content-Type") != CONTENT_TYPE or "Content-Encoding" in response.headers:
             raise WireError("the answer isn't of the peer protocol")
         head = AnswerHead.from_headers(response.headers)
-        self._credentials.check(head, request)
-        mac = self._credentials.keys.answer_pieces(request.nonce, head.nonce)
+        shown = _shown.get() if self.tls is not None else [None]
+        check_answer(head, request, shown[0])
+        if self.tls is not None and shown[0] is None:
+            raise WireError("the peer has shown no certificate")
         if head.meta_nbytes > self.limits.max_answer_meta_bytes:
             raise WireError(f"the answer announces {head.meta_nbytes} bytes of metadata")
-        expected = body_nbytes(head.meta_nbytes, head.vector_nbytes, mac.nbytes)
+        expected = head.meta_nbytes + head.vector_nbytes
         if response.content_length not in (None, expected):
             raise WireError(f"the answer has {response.content_length} bytes, its parts {expected}")
-        body = BodyReader(response.content, mac, self.limits.stall_deadline_s)
+        body = BodyReader(response.content, self.limits.stall_deadline_s)
         try:
             meta = await body.meta(head.meta_nbytes)
             if head.vector_nbytes:
@@ -280,3 +386,15 @@ class HttpTransport:
         finally:
             self.counters.received(call.target_id or head.sender, body.nbytes)
         return Answer(meta, head.vector_nbytes, head.sender)
+
+
+def _without_tls(error: aiohttp.ClientSSLError) -> PeerRefusedError:
+    """Say what it means that TLS came to nothing."""
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return PeerRefusedError(403, "it belongs to another swarm: give both the same --swarm-key-file")
+    if getattr(error.os_error, "reason", None) != "WRONG_VERSION_NUMBER":
+        return PeerRefusedError(403, "it takes no TLS of ours: give both the same --swarm-key-file")
+    # A full port answers in the open, before it knows what its caller speaks. So this is no sign of another
+    # swarm, by which a member would be given up, nor of life.
+    why = "it answered without TLS: it has too many connections, no --swarm-key-file, or an older p2pdrl"
+    return PeerRefusedError(503, why)

@@ -249,15 +249,18 @@ OTHER_PEERS = "other"
 class TrafficCounters:
     """What one node's transport has moved and refused; all counts only grow.
 
-    Bytes are those of message bodies (metadata, vectors and their MACs), without heads.
+    Bytes are those of message bodies (metadata, vectors and their tags), without heads.
 
     Args:
         max_peers: peers counted by id; later ones share the key ``other``.
 
     Attributes:
         refused: requests that we refused, by HTTP status.
-        refused_connections: connections closed at once because of the caps.
+        refused_connections: connections closed at once because of the caps, or for an unknown token.
         dropped_connections: connections cut because they were too slow.
+        displaced_connections: connections of nobody known, cut to make room.
+        failed_handshakes: connections whose TLS came to nothing: of another swarm, mostly.
+        starved: times that no connection could be accepted for want of file descriptors or memory.
     """
 
     def __init__(self, max_peers: int = 4096) -> None:
@@ -269,6 +272,9 @@ class TrafficCounters:
         self.refused: Counter[int] = Counter()
         self.refused_connections = 0
         self.dropped_connections = 0
+        self.displaced_connections = 0
+        self.failed_handshakes = 0
+        self.starved = 0
 
     def received(self, peer: str | None, nbytes: int) -> None:
         """Count ``nbytes`` that came from ``peer``."""

@@ -14,6 +14,7 @@ import torch
 from aiohttp import web
 
 from p2pdrl.clock import SystemClock
+from p2pdrl.membership.identity import Identity
 from p2pdrl.pipeline.plan import PipelinePlan, StageSide
 from p2pdrl.rl.pipeline.links import FramedLinks, Links
 from p2pdrl.rl.pipeline.runner import Running
@@ -80,7 +81,8 @@ async def _pipes(plan: PipelinePlan, rank: int, key: bytes | None) -> Descriptor
     async def accept(_: Incoming) -> PipeReply:
         return PipeReply(b"", lambda pipe: None if pipe is None else before.set_result(pipe))
 
-    transport = HttpTransport(_node_id(rank), "bench", key, clock=SystemClock(), limits=LIMITS)
+    tls = _identity(rank).tls([key]) if key is not None else None
+    transport = HttpTransport(_identity(rank).node_id, "bench", tls, clock=SystemClock(), limits=LIMITS)
     transport.serve_pipes(ROUTE, accept)
     app = web.Application()
     transport.mount(app)
@@ -94,7 +96,11 @@ async def _pipes(plan: PipelinePlan, rank: int, key: bytes | None) -> Descriptor
         if rank + 1 < plan.ranks or circle:
             behind = (rank + 1) % plan.ranks
             found["next"] = await transport.open_pipe(
-                Address("127.0.0.1", ports[behind]), _node_id(behind), ROUTE, b"", deadline_s=DEADLINE_S
+                Address("127.0.0.1", ports[behind]),
+                _identity(behind).node_id,
+                ROUTE,
+                b"",
+                deadline_s=DEADLINE_S,
             )
         if rank > 0 or circle:
             found["previous"] = await asyncio.wait_for(before, DEADLINE_S)
@@ -108,8 +114,8 @@ async def _pipes(plan: PipelinePlan, rank: int, key: bytes | None) -> Descriptor
         await listener.close()
 
 
-def _node_id(rank: int) -> str:
-    return f"{rank:032x}"
+def _identity(rank: int) -> Identity:
+    return Identity((rank + 1).to_bytes(32, "big"))
 
 
 def _pinned(nbytes: int) -> Any:

@@ -20,6 +20,7 @@ from aiohttp import web
 
 from p2pdrl.clock import LoopClock
 from p2pdrl.config.strategy import AdpsgdConfig, Compression, GradAverageConfig, StrategyConfig
+from p2pdrl.membership.identity import Identity
 from p2pdrl.strategies.protocol import ROUTES, RoundReport, Strategy, StrategyContext
 from p2pdrl.strategies.registry import build
 from p2pdrl.testing.fake_learner import FakeLearner
@@ -118,6 +119,10 @@ class Asking(FakeLearner):
             self.absorb()
 
 
+def _identity(rank: int) -> Identity:
+    return Identity((rank + 1).to_bytes(32, "big"))
+
+
 class Ours:
     """A strategy over the real transport.
 
@@ -130,11 +135,11 @@ class Ours:
 
     def __init__(self, rank: int, size: int, config: StrategyConfig, *, key: bool) -> None:
         self._rank, self._config, self._key = rank, config, key
-        self._id = f"{rank + 1:032x}"
+        identity = _identity(rank)
+        self._id = identity.node_id
         self.swarm = Watched(self._id)
-        self._transport = HttpTransport(
-            self._id, "bench", b"bench" if key else None, clock=LoopClock(), limits=LIMITS
-        )
+        tls = identity.tls([b"bench"]) if key else None
+        self._transport = HttpTransport(self._id, "bench", tls, clock=LoopClock(), limits=LIMITS)
         self._listener = Listener(LIMITS, LoopClock(), self._transport.counters)
         start = np.random.default_rng(0).standard_normal(size).astype(np.float32)
         self.learner = Asking(start, config.learner_mode)
@@ -169,9 +174,9 @@ class Ours:
 
     async def meet(self, addresses: list[str]) -> None:
         """Learn the others' addresses, and begin. Gossip knows only its neighbour."""
-        known = {f"{rank + 1:032x}": Address.parse(at) for rank, at in enumerate(addresses)}
+        known = {_identity(rank).node_id: Address.parse(at) for rank, at in enumerate(addresses)}
         if isinstance(self._config, AdpsgdConfig):
-            partner = f"{(self._rank ^ 1) + 1:032x}"
+            partner = _identity(self._rank ^ 1).node_id
             known = {partner: known[partner]}
         known.pop(self._id, None)
         self.swarm.peers = known

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import numpy as np
 import pytest
@@ -19,19 +19,20 @@ from p2pdrl.transport.protocol import Incoming, Refusal, Reply
 
 from .transports import ALICE, BOB, MIB, Pair, http, memory
 
+KEY = b"the swarm's key"
+MAKERS: dict[str, Callable[[], AsyncIterator[Pair]]] = {
+    "memory": memory,
+    "posts in the open": lambda: http(None, streams=False),
+    "streams in the open": lambda: http(None, streams=True),
+    "posts over TLS": lambda: http(KEY, streams=False),
+    "streams that hide": lambda: http(KEY, streams=True, other_key=b"another key"),
+    "streams that prove": lambda: http(KEY, streams=True, hides=False, other_key=b"another key"),
+}
 
-@pytest.fixture(
-    params=["memory", "posts with key", "posts without key", "streams with key", "streams without key"]
-)
+
+@pytest.fixture(params=MAKERS)
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
-    makers = {
-        "memory": memory,
-        "posts with key": lambda: http(b"the swarm's key", streams=False),
-        "posts without key": lambda: http(None, streams=False),
-        "streams with key": lambda: http(b"the swarm's key", streams=True),
-        "streams without key": lambda: http(None, streams=True),
-    }
-    async for made in makers[request.param]():
+    async for made in MAKERS[request.param]():
         yield made
 
 
@@ -238,10 +239,13 @@ async def test_bytes_are_counted_by_peer(pair: Pair) -> None:
         return Reply(bytes(100))
 
     pair.bob.serve("take", take, max_vector_bytes=MIB)
-    await pair.alice.call(pair.bob_at, BOB, "take", b"1234", vector=vector(1000), deadline_s=5)
     alice, bob = pair.alice.counters, pair.bob.counters
-    assert 1004 <= alice.bytes_out == alice.bytes_out_by_peer[BOB] < 1100
-    assert 100 <= alice.bytes_in == alice.bytes_in_by_peer[BOB] < 200
+    await pair.alice.call(pair.bob_at, BOB, "take", b"first", vector=vector(1), deadline_s=5)
+    out, into = alice.bytes_out, alice.bytes_in
+    await pair.alice.call(pair.bob_at, BOB, "take", b"1234", vector=vector(1000), deadline_s=5)
+    assert 1004 <= alice.bytes_out - out < 1100
+    assert 100 <= alice.bytes_in - into < 200
+    assert (alice.bytes_out, alice.bytes_in) == (alice.bytes_out_by_peer[BOB], alice.bytes_in_by_peer[BOB])
     assert bob.bytes_in_by_peer[ALICE] == alice.bytes_out
     assert bob.bytes_out_by_peer[ALICE] == alice.bytes_in
 

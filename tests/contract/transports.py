@@ -1,4 +1,4 @@
-"""Two nodes over each transport: in memory, and over HTTP with and without a key and streams."""
+"""Two nodes over each transport: in memory, and over HTTP with and without TLS and streams."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import Any
 from aiohttp import web
 
 from p2pdrl.clock import SystemClock
+from p2pdrl.membership.identity import Identity
 from p2pdrl.testing.memory_transport import MemoryNetwork
 from p2pdrl.transport.http.listener import Listener
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.protocol import Address, Answer, Transport
 
-ALICE, BOB = "a" * 32, "b" * 32
+IDENTITIES = [Identity(name * 32) for name in (b"a", b"b", b"c")]
+ALICE, BOB, STRANGER = (identity.node_id for identity in IDENTITIES)
 MIB = 1 << 20
 
 
@@ -37,7 +39,7 @@ async def memory() -> AsyncIterator[Pair]:
     addresses = [Address("10.0.0.1", 7600 + i) for i in range(4)]
     alice = network.join(ALICE, addresses[0])
     bob = network.join(BOB, addresses[1])
-    stranger = network.join("c" * 32, addresses[2], swarm_id="other")
+    stranger = network.join(STRANGER, addresses[2], swarm_id="other")
     for transport in (alice, bob, stranger):
         await transport.start()
     yield Pair(alice, bob, addresses[1], stranger, addresses[3])
@@ -52,13 +54,20 @@ class BulkTransport(HttpTransport):
         return await super().call(*args, **{**kwargs, "lane": "bulk"})
 
 
-async def http(swarm_key: bytes | None, *, streams: bool) -> AsyncIterator[Pair]:
+async def http(
+    swarm_key: bytes | None, *, streams: bool, hides: bool = True, other_key: bytes | None = None
+) -> AsyncIterator[Pair]:
+    """Two nodes over HTTP; the stranger has another key, or none."""
     clock = SystemClock()
     limits = TransportLimits(shutdown_grace_s=0.05, max_streams_per_peer=8 if streams else 0)
     kind = BulkTransport if streams else HttpTransport
-    alice = kind(ALICE, "default", swarm_key, clock=clock, limits=limits)
-    bob = kind(BOB, "default", swarm_key, clock=clock, limits=limits)
-    stranger = kind("c" * 32, "other", None, clock=clock, limits=limits)
+
+    def made(identity: Identity, swarm_id: str, key: bytes | None) -> HttpTransport:
+        tls = identity.tls([key]) if key is not None else None
+        return kind(identity.node_id, swarm_id, tls, hides=hides, clock=clock, limits=limits)
+
+    alice, bob = (made(identity, "default", swarm_key) for identity in IDENTITIES[:2])
+    stranger = made(IDENTITIES[2], "other", other_key)
     app = web.Application()
     bob.mount(app)
     listener = Listener(limits, clock, bob.counters)

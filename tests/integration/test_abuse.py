@@ -74,8 +74,6 @@ def peer_headers(victim, **changed):
         "P2PDRL-Swarm": victim.status()["swarm_id"],
         "P2PDRL-Meta-Length": "4",
         "P2PDRL-Vector-Length": "0",
-        "P2PDRL-Time": f"{SystemClock().wall():.3f}",
-        "P2PDRL-Nonce": "0" * 32,
         **{name.replace("_", "-"): value for name, value in changed.items()},
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import random
 import re
+import resource
 import socket
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
@@ -13,13 +14,13 @@ from dataclasses import dataclass
 from aiohttp import web
 
 import p2pdrl
-from p2pdrl.api.keyfile import read_swarm_key
+from p2pdrl.api.keyfile import read_swarm_keys
 from p2pdrl.api.routes import mount
 from p2pdrl.clock import Clock
 from p2pdrl.config.node import NodeConfig, tags_of
 from p2pdrl.config.root import Config
 from p2pdrl.errors import UsageError
-from p2pdrl.ids import short, swarm_id_from_key, swarm_id_from_name
+from p2pdrl.ids import short, swarm_id_from_name
 from p2pdrl.membership.identity import Identity
 from p2pdrl.membership.joining import JoinHooks
 from p2pdrl.membership.known_members import KnownMembers
@@ -29,6 +30,7 @@ from p2pdrl.membership.service import MembershipService
 from p2pdrl.membership.state import open_core
 from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.bootstrap.datadir import DataDir
+from p2pdrl.node.bootstrap.key_watch import KeyWatch
 from p2pdrl.node.context import NodeContext
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.status.view import ApiView
@@ -162,29 +164,67 @@ def direct(given: str | None) -> bool:
     return _is_ours(host) and not ip.is_unspecified
 
 
+_FILES_BESIDE_CONNECTIONS = 96
+"""What a node has open: logs, checkpoints, children, connections of its own to peers."""
+
+
+def raise_open_files() -> int:
+    """Allow this process as many open files as it may allow itself; return how many those are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError):  # macOS has a further bound
+            return soft
+        return wanted
+    return soft if soft != resource.RLIM_INFINITY else _MOST_FILES
+
+
+_MOST_FILES = 65_536
+
+
+def _limits(max_connections: int, files: int, events: EventLog) -> TransportLimits:
+    """Bounds of the transport, for no more connections than there can be open files."""
+    possible = max(files // 4, files - _FILES_BESIDE_CONNECTIONS)
+    if possible < max_connections:
+        text = (
+            f"this process may open {files} files only, so it takes {possible} connections at a time and not "
+            f"{max_connections}: raise the limit (ulimit -n, or LimitNOFILE of systemd)"
+        )
+        events.emit("few-files", text, level="warning")
+    return TransportLimits(max_connections=min(possible, max_connections))
+
+
+def _own_names(advertise: str | None) -> set[str]:
+    return set() if advertise is None else {Address.parse(advertise).host.lower()}
+
+
 async def _serve(
-    stack: AsyncExitStack, view: ApiView, swarm_id: str, config: NodeConfig, clock: Clock
-) -> tuple[HttpTransport, Address]:
+    stack: AsyncExitStack,
+    view: ApiView,
+    transport: HttpTransport,
+    *,
+    config: NodeConfig,
+    events: EventLog,
+    clock: Clock,
+) -> tuple[Listener, Address]:
     """Bind the port, serve peers and people there, and dial; without a swarm key on loopback only.
 
     Raises:
         UsageError: the port is taken, or open to others without a key.
     """
-    limits = TransportLimits(max_connections=config.limits.max_connections)
+    limits = transport.limits
 
-    def names() -> set[str]:
-        given = config.advertise
-        return set() if given is None else {Address.parse(given).host.lower()}
+    def starved(why: str) -> None:
+        text = f"can't take a connection: {why.lower()}; raise the limit of open files (ulimit -n)"
+        events.remind("starved", text)
 
-    transport = HttpTransport(
-        view.node_id, swarm_id, view.swarm_key, clock=clock, limits=limits, allowed_hosts=names
-    )
-    listener = Listener(limits, clock, transport.counters)
+    listener = Listener(limits, clock, transport.counters, on_starved=starved)
     stack.push_async_callback(transport.close)
     stack.push_async_callback(listener.close)
-    app = web.Application(
-        middlewares=[guard_middleware(names, transport.counters)], client_max_size=limits.max_api_body_bytes
-    )
+    guard = guard_middleware(lambda: _own_names(config.advertise), transport.counters)
+    app = web.Application(middlewares=[guard], client_max_size=limits.max_api_body_bytes)
     transport.mount(app)
     mount(app, view, clock)
     await transport.start()
@@ -195,10 +235,10 @@ async def _serve(
         wanted.host,
         wanted.port,
         port_is_default=given is None,
-        has_key=view.swarm_key is not None,
+        has_key=bool(view.swarm_keys),
         insecure=config.insecure,
     )
-    return transport, bound
+    return listener, bound
 
 
 @dataclass(frozen=True)
@@ -212,6 +252,8 @@ class Opened:
     """Whether members of an earlier run are on disk."""
     may_move: bool
     """Whether we listen on all addresses of the machine, and tell others one that was chosen here."""
+    key_watch: KeyWatch | None
+    """Follows the file of the swarm's key; None without one."""
 
 
 async def open_node(
@@ -235,8 +277,9 @@ async def open_node(
     """
     node = config.node
     seeds = [seed_address(peer) for peer in node.peers]
-    key = None if node.swarm_key_file is None else read_swarm_key(node.swarm_key_file)
-    swarm_id = swarm_id_from_name(node.swarm) if key is None else swarm_id_from_key(key)
+    keys = None if node.swarm_key_file is None else read_swarm_keys(node.swarm_key_file)
+    good = () if keys is None else keys.good(clock.wall())
+    swarm_id = swarm_id_from_name(node.swarm) if keys is None else keys.swarm_id
     data = stack.enter_context(DataDir.acquire(node.data_dir))
     if data.picked_other:
         events.emit("data-dir", f"the first data folder is in use; this node takes {data.path}")
@@ -245,13 +288,34 @@ async def open_node(
         name=node.name or "",
         node_id=identity.node_id,
         token=data.token(),
-        swarm_key=key,
+        swarm_keys=good,
         open_metrics=node.open_metrics,
         data_dir=str(data.path),
         events=events,
         leave=leave,
     )
-    transport, bound = await _serve(stack, view, swarm_id, node, clock)
+    limits = _limits(node.limits.max_connections, raise_open_files(), events)
+    tls = identity.tls(good) if good else None
+    transport = HttpTransport(
+        identity.node_id,
+        swarm_id,
+        tls,
+        hides=not node.trusted_network,
+        clock=clock,
+        limits=limits,
+        allowed_hosts=lambda: _own_names(node.advertise),
+    )
+    listener, bound = await _serve(stack, view, transport, config=node, events=events, clock=clock)
+    key_watch = None
+    if keys is not None and node.swarm_key_file is not None:
+
+        def use(now: tuple[bytes, ...], dropped: bool) -> None:
+            view.swarm_keys = now
+            transport.use_keys(now, anew=dropped)
+            if dropped:
+                listener.cut()
+
+        key_watch = KeyWatch(node.swarm_key_file, keys, use, events, clock)
     address = advertised(node.advertise, bound, node.peers)
     name = view.name = node.name or f"{socket.gethostname()}:{bound.port}"
     known = KnownMembers(data.path)
@@ -293,9 +357,9 @@ async def open_node(
         progress_tracker=ProgressTracker(identity.node_id, boot),
         began_s=clock.monotonic(),
     )
-    _tell(context, events, keyed=key is not None, moved=node.listen is None and bound.port != DEFAULT_PORT)
+    _tell(context, events, keyed=bool(good), moved=node.listen is None and bound.port != DEFAULT_PORT)
     may_move = node.advertise is None and bound.host in _WILDCARDS
-    return Opened(data, context, view, bool(known.members), may_move)
+    return Opened(data, context, view, bool(known.members), may_move, key_watch)
 
 
 def _tell(context: NodeContext, events: EventLog, *, keyed: bool, moved: bool) -> None:

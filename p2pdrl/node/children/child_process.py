@@ -167,6 +167,8 @@ class ProcessLink:
         ours.setblocking(False)
         output = None
         arguments = {**options, "--fd": theirs.fileno(), "--parent": os.getpid()}
+        # A Ctrl-C is for us alone, also while the child still imports: it inherits what is blocked.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             output = ChildOutput(cls.NAME)
             process = await asyncio.create_subprocess_exec(
@@ -187,6 +189,7 @@ class ProcessLink:
                 raise WorkerError(f"can't start the {cls.NAME}: {error}") from error
             raise
         finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             theirs.close()
         output.follow(process.pid)
         return process, ours, output

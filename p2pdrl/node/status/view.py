@@ -33,7 +33,7 @@ class ApiView:
         name: str,
         node_id: str,
         token: str,
-        swarm_key: bytes | None,
+        swarm_keys: tuple[bytes, ...],
         open_metrics: bool,
         data_dir: str,
         events: EventLog,
@@ -42,7 +42,7 @@ class ApiView:
         self.name = name
         self.node_id = node_id
         self.token = token
-        self.swarm_key = swarm_key
+        self.swarm_keys = swarm_keys
         self.open_metrics = open_metrics
         self.data_dir = data_dir
         self._events = events

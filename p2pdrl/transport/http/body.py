@@ -10,23 +10,18 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web import RequestPayloadError
 
 from p2pdrl.errors import PeerTimeoutError, WireError
-from p2pdrl.transport.auth import PieceMac
-from p2pdrl.transport.framing import Filling, OverlongError, cut, seal, unseal
+from p2pdrl.transport.framing import Filling, OverlongError, cut
 
 __all__ = ["BodyReader", "body_chunks"]
 
 _BROKEN = (ConnectionError, aiohttp.ClientError, RequestPayloadError, HttpProcessingError)
 
 
-async def body_chunks(
-    meta: bytes, views: Sequence[memoryview], mac: PieceMac
-) -> AsyncIterator[bytes | memoryview]:
+async def body_chunks(meta: bytes, views: Sequence[memoryview]) -> AsyncIterator[bytes | memoryview]:
     """Yield a body; the event loop gets its turn after each piece."""
-    yield seal(meta, mac)
+    yield meta
     for piece in cut(views):
         yield piece
-        if mac.nbytes:
-            yield mac.of(piece)
         await asyncio.sleep(0)
 
 
@@ -37,39 +32,37 @@ class BodyReader:
 
     Args:
         source: where bytes come from; only its ``readany`` is used.
-        mac: checks pieces.
         stall_s: seconds without a byte after which the peer counts as stalled.
 
     Attributes:
         nbytes: body bytes read so far.
     """
 
-    def __init__(self, source: aiohttp.StreamReader, mac: PieceMac, stall_s: float) -> None:
+    def __init__(self, source: aiohttp.StreamReader, stall_s: float) -> None:
         self._source = source
-        self._mac = mac
         self._stall_s = stall_s
         self._rest = memoryview(b"")
         self.nbytes = 0
 
     async def meta(self, nbytes: int) -> bytes:
-        """Read and check the metadata, ``nbytes`` long.
+        """Read the metadata, ``nbytes`` long.
 
         Raises:
-            WireError: truncated, or not authentic.
+            WireError: truncated.
         """
-        sealed = bytearray(nbytes + self._mac.nbytes)
+        meta = bytearray(nbytes)
         async with _Progress(self._stall_s) as progress:
-            await self._fill(Filling(memoryview(sealed)), progress)
-        return unseal(bytes(sealed), self._mac, "the metadata")
+            await self._fill(Filling(memoryview(meta)), progress)
+        return bytes(meta)
 
     async def vector_into(self, out: memoryview) -> None:
-        """Fill ``out`` and check every piece, then see that the body ends there.
+        """Fill ``out``, then see that the body ends there.
 
         Raises:
-            WireError: truncated, overlong, or a piece isn't authentic.
+            WireError: truncated or overlong.
         """
         async with _Progress(self._stall_s) as progress:
-            await self._fill(Filling(out, self._mac), progress)
+            await self._fill(Filling(out), progress)
             await self._end(progress)
 
     async def end(self) -> None:

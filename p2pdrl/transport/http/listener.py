@@ -1,9 +1,14 @@
 """The node's one port: binds it, caps connections, cuts slow ones, and closes it in good order.
 
-listener = Listener(transport.limits, clock, transport.counters)
-address = await listener.listen(app, "127.0.0.1", 7700, port_is_default=True, has_key=False)
+    listener = Listener(transport.limits, clock, transport.counters)
+    transport.mount(app)
+    address = await listener.listen(app, "127.0.0.1", 7700, port_is_default=True, has_key=False)
 
-Each connection is a `Watched` between the socket and aiohttp; the `Watchdog` looks at all of them.
+What a connection speaks is seen from its first byte: TLS (peers of a swarm with a key), HTTP (the API; peers
+of one without), or the hello of a stream or pipe, see `opening`. The `Watchdog` counts all of them from the
+moment they are accepted, before a byte is read. When the port is full, or the process is out of file
+descriptors, the connection that has proven nothing for longest gives way: so no crowd of strangers keeps
+members and the operator out.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import select
 import socket
 from collections.abc import Callable
 from typing import Literal, Protocol
@@ -24,9 +30,21 @@ from p2pdrl.errors import UsageError
 from p2pdrl.transport.auth import Verdict
 from p2pdrl.transport.dial import is_loopback
 from p2pdrl.transport.limits import TransportLimits
+from p2pdrl.transport.opening import HELLO, OPENED, TOKEN_BYTES
 from p2pdrl.transport.protocol import Address, TrafficCounters
+from p2pdrl.transport.tls import SwarmTls
 
-__all__ = ["ConnectionPace", "Listener", "Upgraded", "Watchdog", "Watched", "watched"]
+__all__ = [
+    "APP_TRANSPORT",
+    "Connection",
+    "ConnectionPace",
+    "Listener",
+    "PortUser",
+    "ServedConnection",
+    "Watchdog",
+    "Watched",
+    "watched",
+]
 
 
 class ConnectionPace:
@@ -91,65 +109,36 @@ class ConnectionPace:
         self._window_bytes = 0
 
 
-_MakeProtocol = Callable[[], asyncio.Protocol]
-_FULL = b"too many connections"
-_REFUSAL = (
-    b"HTTP/1.1 429 Too Many Requests\r\nContent-Type: text/plain\r\nConnection: close\r\n"
-    b"Content-Length: %d\r\n\r\n%b" % (len(_FULL), _FULL)
-)
+class Connection(Protocol):
+    """One connection as the `Watchdog` sees it.
 
+    Attributes:
+        proven: its caller has shown that it is a member, or an operator.
+    """
 
-class Upgraded(Protocol):
-    """What has taken a connection over from aiohttp."""
+    proven: bool
 
-    def tick(self, now_s: float) -> bool:
-        """Look at it, once per tick; return whether it is too slow to be kept."""
+    def too_slow(self, now_s: float) -> bool:
+        """Look at it, once per tick; return whether it has to be cut."""
 
     def abort(self) -> None:
-        """Cut the connection."""
-
-
-def watched(request: web.Request) -> Watched | None:
-    """Return the watched connection of a request; None when it came to another kind of server."""
-    found: Watched | None = request.get(_KEY)
-    return found
+        """Cut it, without waiting for unsent bytes."""
 
 
 class Watchdog:
-    """All connections of one port; refused and dropped ones are counted."""
+    """All connections of one port; refused, dropped and displaced ones are counted."""
 
     def __init__(self, limits: TransportLimits, clock: Clock, counters: TrafficCounters) -> None:
         self.limits = limits
         self.clock = clock
         self.counters = counters
-        self._connections: dict[asyncio.Protocol, Watched] = {}
+        self._hosts: dict[Connection, str] = {}
+        """In the order in which they came."""
         self._by_host: dict[str, int] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
-        return len(self._connections)
-
-    def factory(self, make: _MakeProtocol) -> _MakeProtocol:
-        """Wrap aiohttp's protocol factory."""
-        return lambda: Watched(self, make)
-
-    @property
-    def middleware(self) -> Middleware:
-        """The outermost middleware of the application; it marks the span of each request."""
-
-        @web.middleware
-        async def mark(request: web.Request, handler: Handler) -> web.StreamResponse:
-            connection = self._connections.get(request.protocol)
-            if connection is None:
-                return await handler(request)
-            request[_KEY] = connection
-            connection.request_started(request)
-            try:
-                return await handler(request)
-            finally:
-                connection.request_ended()
-
-        return mark
+        return len(self._hosts)
 
     def start(self) -> None:
         """Begin to look at connections, once per tick."""
@@ -162,29 +151,52 @@ class Watchdog:
             self._timer.cancel()
             self._timer = None
 
-    def admit(self, connection: Watched, host: str) -> asyncio.Protocol | None:
-        """Give a new connection its aiohttp protocol, or None when a cap is reached."""
+    def admit(self, connection: Connection, host: str) -> bool:
+        """Count a new connection; False when there is no room for it."""
         of_host = self._by_host.get(host, 0)
         crowded = of_host >= self.limits.max_connections_per_host and not is_loopback(host)
-        if crowded or len(self._connections) >= self.limits.max_connections:
+        if crowded or (len(self._hosts) >= self.limits.max_connections and not self.displace()):
             self.counters.refused_connections += 1
-            return None
-        inner = connection.make()
-        self._connections[inner] = connection
-        self._by_host[host] = of_host + 1
-        return inner
+            return False
+        self._hosts[connection] = host
+        self._by_host[host] = self._by_host.get(host, 0) + 1
+        return True
 
-    def forget(self, inner: asyncio.Protocol, host: str) -> None:
-        """A connection ended."""
-        if self._connections.pop(inner, None) is None:
+    def displace(self) -> bool:
+        """Cut the oldest connection that has proven nothing; False when there is none."""
+        found = next((connection for connection in self._hosts if not connection.proven), None)
+        if found is None:
+            return False
+        self.counters.displaced_connections += 1
+        self.forget(found)
+        found.abort()
+        return True
+
+    def replace(self, arrived: Connection, by: Connection) -> bool:
+        """Watch another object for a connection from now on; False when it was cut meanwhile."""
+        host = self._hosts.pop(arrived, None)
+        if host is not None:
+            self._hosts[by] = host
+        return host is not None
+
+    def forget(self, connection: Connection) -> None:
+        """A connection ended; one that isn't counted any more is passed over."""
+        host = self._hosts.pop(connection, None)
+        if host is None:
             return
         self._by_host[host] -= 1
         if self._by_host[host] == 0:
             del self._by_host[host]
 
+    def cut(self) -> None:
+        """Cut all of them."""
+        for connection in tuple(self._hosts):
+            self.forget(connection)
+            connection.abort()
+
     def _tick(self) -> None:
         now_s = self.clock.monotonic()
-        for connection in tuple(self._connections.values()):
+        for connection in tuple(self._hosts):
             if connection.too_slow(now_s):
                 self.counters.dropped_connections += 1
                 connection.abort()
@@ -192,60 +204,64 @@ class Watchdog:
 
 
 class Watched(asyncio.Protocol):
-    """One connection: everything goes on to aiohttp's protocol, which ``make`` makes."""
+    """One HTTP connection, between the socket and aiohttp's protocol, to which everything goes on.
 
-    def __init__(self, watchdog: Watchdog, make: _MakeProtocol) -> None:
-        self.make = make
+    Args:
+        inner: aiohttp's.
+        made: called when the connection is up; False cuts it.
+        lost: called when it has ended.
+
+    Attributes:
+        proven: see `Connection`; whoever checks credentials sets it.
+        node_id: whose certificate was shown at the other end; None for none.
+    """
+
+    def __init__(
+        self,
+        watchdog: Watchdog,
+        inner: asyncio.Protocol,
+        made: Callable[[Watched], bool],
+        lost: Callable[[Watched], None],
+    ) -> None:
+        self.proven = False
+        self.node_id: str | None = None
+        self.inner = inner
         self._watchdog = watchdog
         self._pace = ConnectionPace(watchdog.limits, watchdog.clock.monotonic())
-        self._host = ""
-        self._inner: asyncio.Protocol | None = None
+        self._made, self._lost = made, lost
         self._transport: asyncio.Transport | None = None
         self._request: web.Request | None = None
-        self._upgraded: Upgraded | None = None
-
-    def hand_over(self, to: Upgraded) -> None:
-        """From now on ``to`` says whether this connection is too slow."""
-        self._upgraded = to
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Count the connection, or refuse it."""
+        """Begin to be watched."""
         assert isinstance(transport, asyncio.Transport)  # noqa: S101 - TCP gives no other
-        peer = transport.get_extra_info("peername")
-        self._host = str(peer[0]) if peer else ""
         self._transport = transport
-        self._inner = self._watchdog.admit(self, self._host)
-        if self._inner is None:
-            transport.write(_REFUSAL)
-            transport.close()
-        else:
-            self._inner.connection_made(transport)
+        self.node_id = SwarmTls.node_id_of(transport.get_extra_info("ssl_object"))
+        self.inner.connection_made(transport)
+        if not self._made(self):
+            transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Pass it on."""
-        if self._inner is not None:
-            self._pace.arrived(len(data), self._watchdog.clock.monotonic())
-            self._inner.data_received(data)
+        self._pace.arrived(len(data), self._watchdog.clock.monotonic())
+        self.inner.data_received(data)
 
     def eof_received(self) -> bool | None:
         """Pass it on."""
-        return self._inner.eof_received() if self._inner is not None else None
+        return self.inner.eof_received()
 
     def pause_writing(self) -> None:
         """Pass it on."""
-        if self._inner is not None:
-            self._inner.pause_writing()
+        self.inner.pause_writing()
 
     def resume_writing(self) -> None:
         """Pass it on."""
-        if self._inner is not None:
-            self._inner.resume_writing()
+        self.inner.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It ended."""
-        if self._inner is not None:
-            self._watchdog.forget(self._inner, self._host)
-            self._inner.connection_lost(exc)
+        self._lost(self)
+        self.inner.connection_lost(exc)
         self._request = None
 
     def request_started(self, request: web.Request) -> None:
@@ -263,8 +279,6 @@ class Watched(asyncio.Protocol):
         transport = self._transport
         if transport is None:
             return False
-        if self._upgraded is not None:
-            return self._upgraded.tick(now_s)
         body_open = (
             self._request is not None and not self._request.content.is_eof() and transport.is_reading()
         )
@@ -273,13 +287,295 @@ class Watched(asyncio.Protocol):
 
     def abort(self) -> None:
         """Cut the connection without waiting for unsent bytes."""
-        if self._upgraded is not None:
-            self._upgraded.abort()
         if self._transport is not None:
             self._transport.abort()
 
 
 _KEY = web.RequestKey("watched", Watched)
+
+
+def watched(request: web.BaseRequest) -> Watched | None:
+    """Return the watched connection of a request; None when it came to another kind of server."""
+    found: Watched | None = request.get(_KEY)
+    return found
+
+
+class ServedConnection(Connection, Protocol):
+    """A connection that speaks something else than HTTP."""
+
+    async def run(self) -> None:
+        """Serve it until it ends; raises nothing that a peer can cause."""
+
+
+class PortUser(Protocol):
+    """What shares the port with HTTP; see `APP_TRANSPORT`.
+
+    Attributes:
+        tls: for callers who speak it; None where nobody does.
+    """
+
+    tls: SwarmTls | None
+
+    def redeem(self, token: bytes) -> Callable[[socket.socket, str], ServedConnection | None] | None:
+        """Return what takes a connection over that has shown ``token``; None for an unknown one.
+
+        It is given the socket, which is its own from then on, and the caller's IP, and returns what is to be
+        run and watched here, if anything.
+        """
+
+
+APP_TRANSPORT = web.AppKey("transport", PortUser)
+"""Set by `HttpTransport.mount` on the application that is served."""
+
+_TLS_HANDSHAKE = b"\x16"
+_FULL = b"too many connections"
+_REFUSAL = (
+    b"HTTP/1.1 429 Too Many Requests\r\nContent-Type: text/plain\r\nConnection: close\r\n"
+    b"Content-Length: %d\r\n\r\n%b" % (len(_FULL), _FULL)
+)
+
+
+class _Arriving:
+    """A connection that was accepted, until it is known what it speaks.
+
+    Attributes:
+        served: whether it turned out to be something that isn't HTTP, which runs now.
+    """
+
+    def __init__(self, port: _Port, sock: socket.socket, host: str) -> None:
+        self.proven = False
+        self.served = False
+        self._port = port
+        self._watchdog = port.watchdog
+        self._sock = sock
+        self._host = host
+        self._since_s = self._watchdog.clock.monotonic()
+        self._given = False
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self) -> asyncio.Task[None]:
+        """Find out, and hand it on."""
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="connection")
+        return self._task
+
+    def too_slow(self, now_s: float) -> bool:
+        """Tell whether its first bytes, or the handshake, take too long."""
+        return now_s - self._since_s >= self._watchdog.limits.header_deadline_s
+
+    def abort(self) -> None:
+        """Cut it."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            await self._hand_on()
+        except (OSError, asyncio.CancelledError):
+            pass  # it went, its TLS is no good, or it was cut
+        except Exception as error:  # noqa: BLE001 - a bug of ours, and no reason to stop listening
+            context = {"message": "a connection couldn't be served", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(context)
+        finally:
+            self._watchdog.forget(self)
+            if not self._given:
+                self._sock.close()
+
+    async def _hand_on(self) -> None:
+        user = self._port.user
+        if user is None:
+            await self._http(None)
+            return
+        first = await _first_byte(self._sock)
+        if first == HELLO[:1]:
+            await self._raw(user)
+        else:
+            await self._http(user.tls if first == _TLS_HANDSHAKE else None)
+
+    async def _http(self, tls: SwarmTls | None) -> None:
+        """Give it to aiohttp, after a handshake when there is ``tls``."""
+        bound_s = self._watchdog.limits.header_deadline_s if tls is not None else None
+        inner = self._port.make()
+        connection = Watched(self._watchdog, inner, self._made, self._port.lost)
+        self._given = True
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: connection,
+                self._sock,
+                ssl=tls.server if tls is not None else None,
+                ssl_handshake_timeout=bound_s,
+                ssl_shutdown_timeout=self._watchdog.limits.lingering_s if tls is not None else None,
+            )
+        except OSError:
+            self._watchdog.counters.failed_handshakes += tls is not None
+            raise
+
+    def _made(self, connection: Watched) -> bool:
+        self._port.made(connection)
+        return self._watchdog.replace(self, connection)
+
+    async def _raw(self, user: PortUser) -> None:
+        """Take the hello of a stream or a pipe; no answer to one that nobody knows."""
+        loop = asyncio.get_running_loop()
+        hello = b""
+        while len(hello) < len(HELLO) + TOKEN_BYTES:
+            more = await loop.sock_recv(self._sock, len(HELLO) + TOKEN_BYTES - len(hello))
+            if not more:
+                return
+            hello += more
+        take = user.redeem(hello[len(HELLO) :]) if hello.startswith(HELLO) else None
+        if take is None:
+            self._watchdog.counters.refused_connections += 1
+            return
+        try:
+            self._sock.send(OPENED)  # nothing was sent before, so it fits
+        except OSError:
+            pass  # whoever takes the connection will notice, and has to be told of it
+        served = take(self._sock, self._host)
+        self._given = True
+        if served is None:
+            return
+        self.served = True
+        try:
+            if self._watchdog.replace(self, served):
+                await served.run()
+        finally:
+            served.abort()
+            self._watchdog.forget(served)
+
+
+async def _first_byte(sock: socket.socket) -> bytes:
+    """Return the first byte that comes, and leave it there; raises ``ConnectionError`` when none does."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(sock, _settle, ready)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(sock)
+    if not (first := sock.recv(1, socket.MSG_PEEK)):
+        raise ConnectionResetError("the caller went away")
+    return first
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+_STARVED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_ACCEPTED_AT_ONCE = 64
+_PAUSE_S = 0.25
+"""How long nothing is accepted by a process that is out of file descriptors."""
+
+
+class _Port:
+    """The listening socket, and all that came in by it."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        make: Callable[[], asyncio.Protocol],
+        user: PortUser | None,
+        watchdog: Watchdog,
+        on_starved: Callable[[str], None],
+    ) -> None:
+        self.make = make
+        self.user = user
+        self.watchdog = watchdog
+        self.watched: dict[asyncio.Protocol, Watched] = {}
+        """HTTP connections by aiohttp's protocol."""
+        self._sock = sock
+        self._on_starved = on_starved
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: dict[asyncio.Task[None], _Arriving] = {}
+        self._empty = asyncio.Event()
+        """Set while there is no HTTP connection."""
+        self._empty.set()
+
+    def start(self) -> None:
+        """Accept connections."""
+        self._timer = None
+        self._loop.add_reader(self._sock, self._accept)
+
+    def made(self, connection: Watched) -> None:
+        """An HTTP connection is up."""
+        self.watched[connection.inner] = connection
+        self._empty.clear()
+
+    def lost(self, connection: Watched) -> None:
+        """An HTTP connection ended."""
+        self.watchdog.forget(connection)
+        self.watched.pop(connection.inner, None)
+        if not self.watched:
+            self._empty.set()
+
+    def mute(self) -> None:
+        """Accept no more, and drop what has just come."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._loop.remove_reader(self._sock)
+        self._sock.close()
+        for task, arriving in self._tasks.items():
+            if not arriving.served:
+                task.cancel()
+
+    async def close(self, until_s: float) -> None:
+        """Wait for what is about to end, until ``until_s`` of the event loop's time; cut the rest."""
+        try:
+            async with asyncio.timeout_at(until_s):
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+                await self._empty.wait()
+        except TimeoutError:
+            for connection in tuple(self.watched.values()):
+                connection.abort()
+            await self._empty.wait()
+
+    def _accept(self) -> None:
+        for count in range(_ACCEPTED_AT_ONCE):
+            try:
+                sock, where = self._sock.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno not in _STARVED:
+                    continue  # this one broke while it waited
+                if self._somebody_waits():
+                    self._pause(error, displace=not count)
+                return
+            sock.setblocking(False)
+            self._take(sock, str(where[0]))
+
+    def _take(self, sock: socket.socket, host: str) -> None:
+        arriving = _Arriving(self, sock, host)
+        if not self.watchdog.admit(arriving, host):
+            try:
+                sock.send(_REFUSAL)
+            except OSError:
+                pass  # it went
+            sock.close()
+            return
+        task = arriving.begin()
+        self._tasks[task] = arriving
+        task.add_done_callback(self._tasks.pop)
+
+    def _somebody_waits(self) -> bool:
+        """Tell whether there is a connection to be accepted; without a descriptor `accept` doesn't."""
+        waiting = select.poll()
+        waiting.register(self._sock, select.POLLIN)
+        return bool(waiting.poll(0))
+
+    def _pause(self, error: OSError, *, displace: bool) -> None:
+        """Wait: asyncio's own server logs a trace for each connection that can't be accepted.
+
+        A stranger has to go, unless some have just come: they get the time to prove themselves.
+        """
+        self.watchdog.counters.starved += 1
+        if displace:
+            self.watchdog.displace()
+        self._on_starved(error.strerror or str(error))
+        self._loop.remove_reader(self._sock)
+        self._timer = self._loop.call_later(_PAUSE_S, self.start)
 
 
 _PORTS_TRIED = 100
@@ -296,13 +592,26 @@ _log.addFilter(_isnt_a_bad_request)
 
 
 class Listener:
-    """Serves one application on one port."""
+    """Serves one application on one port.
 
-    def __init__(self, limits: TransportLimits, clock: Clock, counters: TrafficCounters) -> None:
+    Args:
+        on_starved: told why, each time that a connection can't be accepted for want of file descriptors or
+            memory.
+    """
+
+    def __init__(
+        self,
+        limits: TransportLimits,
+        clock: Clock,
+        counters: TrafficCounters,
+        *,
+        on_starved: Callable[[str], None] = lambda why: None,
+    ) -> None:
         self._limits = limits
         self._watchdog = Watchdog(limits, clock, counters)
+        self._on_starved = on_starved
         self._runner: web.AppRunner | None = None
-        self._server: asyncio.Server | None = None
+        self._port: _Port | None = None
 
     @property
     def connections(self) -> int:
@@ -353,7 +662,7 @@ class Listener:
 
     async def _serve(self, app: web.Application, sock: socket.socket) -> None:
         limits = self._limits
-        app.middlewares.insert(0, self._watchdog.middleware)
+        app.middlewares.insert(0, self._mark)
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -368,21 +677,45 @@ class Listener:
         make = self._runner.server
         if make is None:
             raise RuntimeError("aiohttp's runner has no server after its setup")
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._watchdog.factory(make), sock=sock, backlog=256)
+        self._port = _Port(sock, make, app.get(APP_TRANSPORT), self._watchdog, self._on_starved)
+        self._port.start()
         self._watchdog.start()
+
+    @property
+    def _mark(self) -> Middleware:
+        """The outermost middleware of the application; it marks the span of each request."""
+
+        @web.middleware
+        async def mark(request: web.Request, handler: Handler) -> web.StreamResponse:
+            port = self._port
+            connection = port.watched.get(request.protocol) if port is not None else None
+            if connection is None:
+                return await handler(request)
+            request[_KEY] = connection
+            connection.request_started(request)
+            try:
+                return await handler(request)
+            finally:
+                connection.request_ended()
+
+        return mark
+
+    def cut(self) -> None:
+        """Cut every connection: members make new ones, and prove themselves anew."""
+        self._watchdog.cut()
 
     async def close(self) -> None:
         """Take no more connections, let running handlers end for a moment, close the rest."""
         self._watchdog.stop()
-        server, self._server = self._server, None
+        until_s = asyncio.get_running_loop().time() + self._limits.shutdown_grace_s
+        port, self._port = self._port, None
         runner, self._runner = self._runner, None
-        if server is not None:
-            server.close()
+        if port is not None:
+            port.mute()
         if runner is not None:
             await runner.cleanup()
-        if server is not None:
-            await server.wait_closed()
+        if port is not None:
+            await port.close(until_s)
 
 
 async def _resolve(host: str) -> tuple[str, socket.AddressFamily]:

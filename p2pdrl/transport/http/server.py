@@ -1,20 +1,21 @@
 """Answers peers: ``POST /p2p/<route>`` on the node's port, and requests for streams and pipes.
 
-A request is judged from its header alone, in the order cheap to dear: Host and Origin,
-content type, protocol, swarm and target, sizes, MAC, freshness, rate. Only then its body is
-read and its handler runs. `http_transport` owns this; aiohttp calls `handle`.
+A request is judged from its header alone, in the order cheap to dear: Host and Origin, content type,
+protocol, swarm and target, whose certificate its connection has shown, sizes, rate. Only then its body is
+read and its handler runs. `http_transport` owns this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from aiohttp import web
 
 from p2pdrl.clock import Clock
 from p2pdrl.errors import WireError
 from p2pdrl.ids import PROTOCOL_VERSION
-from p2pdrl.transport.auth import ReplayGuard, SwarmKeys, parse_time
 from p2pdrl.transport.calls import (
     CALLERS_FAULTS,
     MAX_REASON_CHARS,
@@ -27,21 +28,25 @@ from p2pdrl.transport.calls import (
     report_end,
     run_handler,
 )
-from p2pdrl.transport.framing import body_nbytes, views_of
+from p2pdrl.transport.framing import views_of
 from p2pdrl.transport.http.body import BodyReader, body_chunks
 from p2pdrl.transport.http.guard import refuse_foreign
 from p2pdrl.transport.http.headers import CONTENT_TYPE, NO_TARGET, AnswerHead, RequestHead
-from p2pdrl.transport.http.listener import watched
-from p2pdrl.transport.http.upgrade import PIPE_PREFIX, PIPE_UPGRADE, STREAM_PATH, STREAM_UPGRADE
+from p2pdrl.transport.http.listener import ServedConnection, watched
 from p2pdrl.transport.limits import TransportLimits
-from p2pdrl.transport.pipe.opening import PipeServer
+from p2pdrl.transport.opening import ConnectionOpening, PendingConnections
+from p2pdrl.transport.pipe.server import PipeAnswer, PipeServer
 from p2pdrl.transport.protocol import Refusal, Reply, TrafficCounters
 from p2pdrl.transport.stream.server import Shared, StreamServer
+from p2pdrl.transport.tls import SwarmTls
 
-__all__ = ["PREFIX", "HttpServer"]
+__all__ = ["PIPE_PREFIX", "PREFIX", "STREAM_PATH", "HttpServer"]
 
-PREFIX = "/p2p/"
-"""Where peer routes live."""
+PREFIX, STREAM_PATH, PIPE_PREFIX = "/p2p/", "/p2p-stream", "/p2p-pipe/"
+"""Where calls are posted, and requests for streams and pipes; a route follows."""
+
+_Take = Callable[[socket.socket, str], ServedConnection | None]
+_Answers = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _SMALL_BODY_BYTES = 65536
 
@@ -52,8 +57,9 @@ class HttpServer:
     Args:
         node_id: our id; requests for others are refused.
         swarm_id: requests of other swarms are refused.
-        keys: the swarm's keys.
-        clock: time for freshness and rates.
+        tls: proves who calls; None for a swarm without a key, whose members are believed.
+        hides: encrypt streams and pipes (a network that is trusted needs no more than proofs).
+        clock: time for rates.
         limits: all bounds.
         counters: written to.
         allowed_hosts: our names that a Host header may hold.
@@ -63,22 +69,24 @@ class HttpServer:
         self,
         node_id: str,
         swarm_id: str,
-        keys: SwarmKeys,
+        tls: SwarmTls | None,
         *,
+        hides: bool,
         clock: Clock,
         limits: TransportLimits,
         counters: TrafficCounters,
         allowed_hosts: Callable[[], set[str]],
     ) -> None:
         self.routes: Routes[Reply] = Routes()
+        self.pending: PendingConnections[_Take] = PendingConnections()
         self._node_id = node_id
         self._swarm_id = swarm_id
-        self._keys = keys
+        self._tls = tls
+        self._hides = hides
         self._limits = limits
         self._counters = counters
         self._allowed_hosts = allowed_hosts
         self._admission = Admission(limits, clock)
-        self._replays = ReplayGuard(clock, limits.clock_skew_s, limits.max_nonces)
         shared = Shared(
             routes=self.routes,
             admission=self._admission,
@@ -87,63 +95,88 @@ class HttpServer:
             limits=limits,
             counters=counters,
         )
-        self._streams = StreamServer(node_id, keys, shared)
-        self.pipes = PipeServer(node_id, keys, limits)
+        self._streams = StreamServer(shared)
+        self.pipes = PipeServer(limits)
 
     def mount(self, app: web.Application) -> None:
         """Add the peer routes, for every method, to ``app``."""
-        app.router.add_route("*", PREFIX + "{route:.*}", self.handle)
-        app.router.add_route("*", PIPE_PREFIX + "{route:.*}", self.handle)
+        app.router.add_route("*", PREFIX + "{route:.*}", partial(self._handle, self._call))
+        app.router.add_route("*", PIPE_PREFIX + "{route:.*}", partial(self._handle, self._pipe))
+        app.router.add_route("*", STREAM_PATH, partial(self._handle, self._stream))
         self._streams.mount(app)
 
-    async def handle(self, request: web.Request) -> web.StreamResponse:
+    async def _handle(self, answer: _Answers, request: web.Request) -> web.StreamResponse:
         """Answer one request; never raises for anything that a peer did."""
         try:
-            if request.method == "GET" and request.raw_path == STREAM_PATH and "Upgrade" in request.headers:
-                return await self._stream(request)
-            if request.raw_path.startswith(PIPE_PREFIX):
-                return await self._pipe(request)
-            head, route = self._judge(request, self.routes)
-            with self._admission.slot(head.sender):
-                reply = await self._run(request, head, route)
-                return await self._answer(request, head, reply)
+            return await answer(request)
         except Refusal as refusal:
             return self._refuse(request, refusal)
         except ConnectionError:
             return web.Response(status=408)  # nobody is there to read it
 
+    async def _call(self, request: web.Request) -> web.StreamResponse:
+        """Serve a posted call.
+
+        Raises:
+            Refusal: it is refused.
+            ConnectionError: the caller went away.
+        """
+        head, route = self._judge(request, self.routes)
+        with self._admission.slot(head.sender):
+            reply = await self._run(request, head, route)
+            return await self._answer(request, head, reply)
+
     async def _stream(self, request: web.Request) -> web.StreamResponse:
-        """Judge a request for a stream, and serve the stream.
+        """Answer a request for a stream with what opens it.
 
         Raises:
             Refusal: the request is refused.
             ConnectionError: the caller went away.
         """
-        head = self._head(request, "GET")
-        connection = watched(request)
-        if connection is None or self._limits.max_streams_per_peer == 0:
+        head = self._head(request)
+        if self._limits.max_streams_per_peer == 0:
             raise Refusal(404, "no streams are offered here: post your calls")
-        if request.headers["Upgrade"].lower() != STREAM_UPGRADE:
-            raise Refusal(426, f"streams of {STREAM_UPGRADE} only")
         if request.can_read_body or head.meta_nbytes or head.vector_nbytes:
             raise Refusal(413, "the request for a stream has no body")
-        self._check_proof(head)
         with self._admission.slot(head.sender):
             pass  # it counts as one request; its calls count by themselves
-        return await self._streams.serve(request, head, connection)
+        self._streams.make_room(head.sender)
+        opening = self._opening(head)
+        self.pending.add(opening.token, self._streams.taker(head.sender, opening), lambda: None)
+        return await self._promise(request, head, opening, Reply(opening.encode()))
 
     async def _pipe(self, request: web.Request) -> web.StreamResponse:
-        """Judge a request for a pipe, let its handler decide, and hand the pipe over.
+        """Let the handler of a pipe decide, and answer with what opens it.
 
         Raises:
             Refusal: the request is refused.
             ConnectionError: the caller went away.
         """
         head, route = self._judge(request, self.pipes.routes)
-        if request.headers.get("Upgrade", "").lower() != PIPE_UPGRADE:
-            raise Refusal(426, f"pipes of {PIPE_UPGRADE} only")
+        opening = self._opening(head)
         with self._admission.slot(head.sender):
-            return await self.pipes.serve(request, head, lambda: self._run(request, head, route))
+            reply, take, lost = await self.pipes.serve(
+                head.sender, opening, lambda: self._run(request, head, route)
+            )
+            self.pending.add(opening.token, take, lost)
+            answer = PipeAnswer(opening, reply.meta)
+            return await self._promise(request, head, opening, Reply(answer.encode()))
+
+    def _opening(self, head: RequestHead) -> ConnectionOpening:
+        return ConnectionOpening.new(sealed=self._tls is not None, hides=self._hides or head.hides)
+
+    async def _promise(
+        self, request: web.Request, head: RequestHead, opening: ConnectionOpening, reply: Reply
+    ) -> web.StreamResponse:
+        """Tell a caller what it can open; if it never hears of it, nothing waits for it."""
+        told = False
+        try:
+            response = await self._answer(request, head, reply)
+            told = True
+        finally:
+            if not told:
+                self.pending.drop(opening.token)
+        return response
 
     def _judge(self, request: web.Request, routes: Routes[R]) -> tuple[RequestHead, ServedRoute[R]]:
         """Decide from the header alone.
@@ -151,13 +184,12 @@ class HttpServer:
         Raises:
             Refusal: the request is refused.
         """
-        head = self._head(request, "POST")
+        head = self._head(request)
         route = routes.find(request.match_info["route"])
         self._check_size(request, head, route)
-        self._check_proof(head)
         return head, route
 
-    def _head(self, request: web.Request, method: str) -> RequestHead:
+    def _head(self, request: web.Request) -> RequestHead:
         """Read the header, and check everything that is cheap to check.
 
         Raises:
@@ -166,17 +198,18 @@ class HttpServer:
         foreign = refuse_foreign(request, self._allowed_hosts(), own_origin_allowed=False)
         if foreign is not None:
             raise Refusal(403, foreign)
-        if request.method != method:
+        if request.method != "POST":
             raise Refusal(405, "peer routes take POST only")
         if request.headers.get("Content-Type") != CONTENT_TYPE:
             raise Refusal(415, f"peer routes take {CONTENT_TYPE} only")
         if "Content-Encoding" in request.headers:
             raise Refusal(415, "no Content-Encoding is accepted")
         try:
-            head = RequestHead.from_headers(request.raw_path, request.headers, method)
+            head = RequestHead.from_headers(request.raw_path, request.headers)
         except WireError as error:
             raise Refusal(400, str(error)) from error
         self._check_parties(head)
+        self._check_sender(request, head)
         return head
 
     def _check_parties(self, head: RequestHead) -> None:
@@ -192,28 +225,26 @@ class HttpServer:
         if head.target not in (NO_TARGET, self._node_id):
             raise Refusal(403, f"meant for node {head.target}, this is {self._node_id}")
 
+    def _check_sender(self, request: web.Request, head: RequestHead) -> None:
+        """Believe nobody who hasn't shown the certificate of the node that it names."""
+        connection = watched(request)
+        if self._tls is not None:
+            shown = None if connection is None else connection.node_id
+            if shown is None:
+                raise Refusal(401, "peers of this swarm speak TLS, and show a certificate of its key")
+            if shown != head.sender:
+                raise Refusal(403, f"node {shown} can't speak in the name of {head.sender}")
+        if connection is not None:
+            connection.proven = True
+
     def _check_size(self, request: web.Request, head: RequestHead, route: ServedRoute[R]) -> None:
         route.admit(head.meta_nbytes, head.vector_nbytes)
         announced = request.content_length
-        expected = body_nbytes(head.meta_nbytes, head.vector_nbytes, self._keys.mac_nbytes)
+        expected = head.meta_nbytes + head.vector_nbytes
         if announced is not None and announced > expected:
             raise Refusal(413, f"Content-Length {announced} is more than the parts' {expected}")
         if announced is not None and announced < expected:
             raise Refusal(400, f"Content-Length {announced} is less than the parts' {expected}")
-
-    def _check_proof(self, head: RequestHead) -> None:
-        if not self._keys.mac_nbytes:
-            return
-        if not head.authentic(self._keys):
-            raise Refusal(401, "the request isn't signed with this swarm's key")
-        stale = self._replays.stale(parse_time(head.time) or 0.0)
-        if stale is not None:
-            raise Refusal(401, stale)
-        fresh = self._replays.take(head.nonce)
-        if fresh is None:
-            raise Refusal(429, "too many requests to remember: try again later")
-        if not fresh:
-            raise Refusal(409, "this request was seen before")
 
     async def _run(self, request: web.Request, head: RequestHead, route: ServedRoute[R]) -> R:
         """Read the metadata and run the handler.
@@ -221,8 +252,7 @@ class HttpServer:
         Raises:
             Refusal: of the handler, or because of the body.
         """
-        mac = self._keys.request_pieces(head.nonce)
-        body = BodyReader(request.content, mac, self._limits.stall_deadline_s)
+        body = BodyReader(request.content, self._limits.stall_deadline_s)
         try:
             try:
                 meta = await body.meta(head.meta_nbytes)
@@ -253,21 +283,18 @@ class HttpServer:
             response = await self._write(request, head, reply)
             written = True
         finally:
-            report_end(request.match_info["route"], reply, written)
+            report_end(head.path, reply, written)
         return response
 
     async def _write(self, request: web.Request, head: RequestHead, reply: Reply) -> web.StreamResponse:
         views = views_of(reply.vector)
         vector_nbytes = sum(view.nbytes for view in views)
         meta_nbytes = len(reply.meta)
-        answer = AnswerHead.answering(
-            head, self._node_id, self._keys, meta_nbytes=meta_nbytes, vector_nbytes=vector_nbytes
-        )
-        mac = self._keys.answer_pieces(head.nonce, answer.nonce)
+        answer = AnswerHead(sender=self._node_id, meta_nbytes=meta_nbytes, vector_nbytes=vector_nbytes)
         response = web.StreamResponse(headers=answer.to_headers())
-        response.content_length = body_nbytes(meta_nbytes, vector_nbytes, mac.nbytes)
+        response.content_length = meta_nbytes + vector_nbytes
         await response.prepare(request)
-        async for chunk in body_chunks(reply.meta, views, mac):
+        async for chunk in body_chunks(reply.meta, views):
             await response.write(chunk)
             self._counters.sent(head.sender, len(chunk))
         await response.write_eof()
@@ -280,6 +307,8 @@ class HttpServer:
         transport = request.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the caller went away")
+        if not transport.get_write_buffer_size():
+            return  # asyncio's TLS would call an empty buffer full, until something else is written
         transport.set_write_buffer_limits(high=0)
         await request.writer.drain()
         if transport.is_closing():

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, TransportError
-from p2pdrl.transport.auth import PieceMac
+from p2pdrl.transport.cipher import Cipher
 from p2pdrl.transport.framing import Buffer, Views, batches, body_nbytes, unsent, views_of
 from p2pdrl.transport.limits import PipeBounds
 from p2pdrl.transport.pipe.frames import HEAD_BYTES, PipeBuffer, PipeMessage, PipeParser, pack_head
@@ -102,15 +102,15 @@ class PipeSender:
     """Sends messages in the order in which they are given; ``queued_bytes`` of them may wait.
 
     Attributes:
-        nbytes: bytes that the kernel took, heads and MACs included.
+        nbytes: bytes that the kernel took, heads and tags included.
         sent_number: number of the last message that the kernel took whole.
     """
 
-    def __init__(self, link: PipeLink, mac: PieceMac, queued_bytes: int) -> None:
+    def __init__(self, link: PipeLink, cipher: Cipher, queued_bytes: int) -> None:
         self.nbytes = 0
         self.sent_number = 0
         self._link = link
-        self._mac = mac
+        self._cipher = cipher
         self._most_nbytes = queued_bytes
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
@@ -122,7 +122,7 @@ class PipeSender:
         """Queue a message; see `PipeEnd.send`."""
         views = views_of(vector)
         vector_nbytes = sum(view.nbytes for view in views)
-        nbytes = HEAD_BYTES + body_nbytes(len(meta), vector_nbytes, self._mac.nbytes)
+        nbytes = HEAD_BYTES + body_nbytes(len(meta), vector_nbytes, self._cipher.nbytes)
         with self._lock:
             self._link.check()
             if self._queued_nbytes and self._queued_nbytes + nbytes > self._most_nbytes:
@@ -132,7 +132,7 @@ class PipeSender:
                 )
             head = pack_head(kind, self._number + 1, len(meta), vector_nbytes)
             self._number += 1
-            frame: _Frame = batches(head + meta, views, self._mac)
+            frame: _Frame = batches(head, meta, views, self._cipher)
             short = nbytes <= _AT_ONCE_BYTES and not self._queued_nbytes
             rest = self._at_once(frame) if short else frame
             if rest is None:
@@ -232,7 +232,7 @@ class PipeReceiver:
                                                                        or enough lies here ──► nobody's
 
     Attributes:
-        nbytes: bytes that came from the socket, heads and MACs included.
+        nbytes: bytes that came from the socket, heads and tags included.
     """
 
     def __init__(self, link: PipeLink, parser: PipeParser, prefetched_bytes: int) -> None:
@@ -448,6 +448,7 @@ class PipeEnd:
         sock: connected; owned from now on.
         keys: of what we send and of what we receive; None without a swarm key.
         leftover: bytes of the pipe that were read from the socket already.
+        hides: encrypt, or with keys prove alone.
         into: asked, in the thread that receives, where a vector goes: what it returns is filled and comes
             back in the message, authentic only then. None refuses the message, which ends the pipe.
         bounds: of queues, vectors and silence.
@@ -459,6 +460,7 @@ class PipeEnd:
         keys: tuple[bytes, bytes] | None,
         leftover: bytes = b"",
         *,
+        hides: bool = True,
         into: PipeBuffer,
         bounds: PipeBounds | None = None,
     ) -> None:
@@ -466,7 +468,7 @@ class PipeEnd:
         set_options(sock)
         notice_silence(sock, bounds.silence_s)
         sock.settimeout(None)
-        ours, theirs = map(PieceMac, keys if keys is not None else (None, None))
+        ours, theirs = (Cipher(key, hides=hides) for key in keys or (None, None))
         self._link = PipeLink(sock)
         self._sender = PipeSender(self._link, ours, bounds.queued_bytes)
         parser = PipeParser(theirs, leftover, into, bounds.vector_bytes)
@@ -495,12 +497,12 @@ class PipeEnd:
 
     @property
     def bytes_in(self) -> int:
-        """Bytes that came so far, with heads and MACs."""
+        """Bytes that came so far, with heads and tags."""
         return self._receiver.nbytes
 
     @property
     def bytes_out(self) -> int:
-        """Bytes that the kernel took so far, with heads and MACs."""
+        """Bytes that the kernel took so far, with heads and tags."""
         return self._sender.nbytes
 
     def send(

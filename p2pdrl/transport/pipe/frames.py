@@ -1,7 +1,7 @@
 """Messages of a pipe, parsed without any input or output; for their bytes see `framing`.
 
-Both ways at once, one message after another, without answers. Each message carries its number, and MACs are
-numbered too, so that nothing can be repeated, left out or put in another order.
+Both ways at once, one message after another, without answers. Each message carries its number, and what is
+sealed is numbered too, so that nothing can be repeated, left out or put in another order.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from p2pdrl.errors import WireError
 from p2pdrl.transport import framing
-from p2pdrl.transport.auth import PieceMac
-from p2pdrl.transport.framing import STAGE_BYTES, Buffer, Filling, UnreadBytes, checked_buffer, unseal
+from p2pdrl.transport.cipher import Cipher
+from p2pdrl.transport.framing import STAGE_BYTES, Buffer, Filling, UnreadBytes, checked_buffer
 
 __all__ = [
     "HEAD_BYTES",
@@ -94,14 +94,14 @@ class PipeParser:
     """Takes bytes in any portions: `next` until it has no message, then receive into `room`, then `came`.
 
     Args:
-        mac: checks MACs.
+        cipher: opens what is sealed.
         first: bytes that were read already, at most 64 KiB.
         into: gives the buffers.
         vector_bytes: longest vector that is accepted.
     """
 
-    def __init__(self, mac: PieceMac, first: bytes, into: PipeBuffer, vector_bytes: int) -> None:
-        self._mac = mac
+    def __init__(self, cipher: Cipher, first: bytes, into: PipeBuffer, vector_bytes: int) -> None:
+        self._cipher = cipher
         self._into = into
         self._most_nbytes = vector_bytes
         self._stage = UnreadBytes(first, MAX_META_BYTES + STAGE_BYTES)
@@ -168,13 +168,13 @@ class PipeParser:
         self._kind, meta_nbytes, self._vector_nbytes = unpack_head(self._raw, self._number)
         if self._vector_nbytes > self._most_nbytes:
             raise WireError(f"the message announces a vector of {self._vector_nbytes} bytes")
-        self._need = meta_nbytes + self._mac.nbytes
+        self._need = meta_nbytes + self._cipher.nbytes
 
     def _read_meta(self) -> None:
         """Take the metadata, and get ready for the vector."""
-        self._meta = unseal(self._stage.take(self._need), self._mac, "the message", head=self._raw)
+        self._meta = self._cipher.unseal(self._stage.take(self._need), self._raw, "the message")
         nbytes = self._vector_nbytes
         if nbytes:
             self._out = self._into(self._kind, self._meta, nbytes)
-            self._filling = Filling(checked_buffer(self._out, nbytes, "the message"), self._mac)
+            self._filling = Filling(checked_buffer(self._out, nbytes, "the message"), self._cipher)
             self._stage.pour(self._filling)

@@ -28,8 +28,10 @@ class PipeTicket(msgspec.Struct, frozen=True):
 
     keys: tuple[bytes, bytes] | None
     """Of what we send and of what we receive; None without a swarm key."""
-    leftover: bytes
+    leftover: bytes = b""
     """Bytes that were read already."""
+    hides: bool = True
+    """Whether what goes is encrypted, or can only not be changed."""
 
     def __repr__(self) -> str:
         return f"PipeTicket({'with' if self.keys is not None else 'without'} keys)"

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from p2pdrl.clock import Clock
-from p2pdrl.errors import WireError
-from p2pdrl.transport.auth import PieceMac
+from p2pdrl.errors import PeerRefusedError, WireError
 from p2pdrl.transport.calls import OutgoingCall, refused
-from p2pdrl.transport.framing import HEAD_BYTES, AnswerFrame, CallFrame, Filling, batches, body_nbytes, unseal
-from p2pdrl.transport.http.upgrade import STREAM_PATH, STREAM_UPGRADE, NotOfferedError, Upgrader
+from p2pdrl.transport.cipher import Cipher
+from p2pdrl.transport.framing import HEAD_BYTES, AnswerFrame, CallFrame, Filling, batches, body_nbytes
 from p2pdrl.transport.limits import TransportLimits
+from p2pdrl.transport.opening import ConnectionOpening, NotOfferedError, Opener
 from p2pdrl.transport.protocol import Address, Answer, TrafficCounters
 from p2pdrl.transport.stream.socket import StreamSocket
 
@@ -30,9 +31,9 @@ class CallerStream:
     """One open stream.
 
     Args:
-        sock: after the handshake.
+        sock: opened.
         peer_id: who answers.
-        macs: of our calls and of the answers.
+        ciphers: of our calls and of the answers.
         limits: bounds of answers.
         counters: written to.
 
@@ -44,13 +45,13 @@ class CallerStream:
         self,
         sock: StreamSocket,
         peer_id: str,
-        macs: tuple[PieceMac, PieceMac],
+        ciphers: tuple[Cipher, Cipher],
         limits: TransportLimits,
         counters: TrafficCounters,
     ) -> None:
         self._sock = sock
         self._peer_id = peer_id
-        self._out, self._in = macs
+        self._out, self._in = ciphers
         self._limits = limits
         self._counters = counters
         self.idle_since_s = 0.0
@@ -94,16 +95,16 @@ class CallerStream:
     async def _send(self, call: OutgoingCall) -> bool:
         """Send a call; return whether all of it was taken before the peer spoke."""
         route = call.route.encode()
-        first = CallFrame(len(route), len(call.meta), call.vector_nbytes).encode() + route + call.meta
+        head = CallFrame(len(route), len(call.meta), call.vector_nbytes).encode() + route
         nbytes = body_nbytes(len(call.meta), call.vector_nbytes, self._out.nbytes)
         frame_nbytes = HEAD_BYTES + len(route) + nbytes
         before = self._sock.sent_nbytes
         try:
             whole = await self._sock.send(
-                batches(first, call.views, self._out), frame_nbytes, until_answered=True
+                batches(head, call.meta, call.views, self._out), frame_nbytes, until_answered=True
             )
         except ConnectionError as error:
-            if self._sock.sent_nbytes - before < len(first):
+            if self._sock.sent_nbytes - before < len(head) + len(call.meta):
                 raise StaleError(str(error)) from error
             raise
         self._counters.sent(call.target_id, nbytes)
@@ -120,7 +121,7 @@ class CallerStream:
         try:
             sealed = await self._sock.read(frame.meta_nbytes + self._in.nbytes, stall_s)
             nbytes += len(sealed)
-            meta = unseal(sealed, self._in, "the answer", head)
+            meta = self._in.unseal(sealed, head, "the answer")
             if frame.vector_nbytes:
                 filling = Filling(call.buffer(meta, frame.vector_nbytes), self._in)
                 try:
@@ -146,12 +147,21 @@ _NO_STREAMS = frozenset({404, 405, 426, 501})
 """Statuses of a peer, or of something on the way to it, that offers no streams."""
 
 
-class StreamClient:
-    """Streams to all peers, opened by an upgrader."""
+Asks = Callable[[Address, str | None], Awaitable[tuple[str, ConnectionOpening]]]
+"""``(IP address, who must answer)`` -> who answered, and what opens a stream to it; errors as for a call."""
 
-    def __init__(self, upgrader: Upgrader, *, clock: Clock, counters: TrafficCounters) -> None:
-        self._upgrader = upgrader
-        self._limits = upgrader.limits
+
+class StreamClient:
+    """Streams to all peers.
+
+    Args:
+        ask: asks a peer for a stream.
+    """
+
+    def __init__(self, ask: Asks, opener: Opener, *, clock: Clock, counters: TrafficCounters) -> None:
+        self._ask = ask
+        self._opener = opener
+        self._limits = opener.limits
         self._clock = clock
         self._counters = counters
         self._pools: dict[tuple[Address, str | None], _StreamPool] = {}
@@ -253,19 +263,19 @@ class StreamClient:
 
     async def _open(self, address: Address, target_id: str | None) -> CallerStream:
         """Open a stream; remember for a while when none is offered."""
-        head = self._upgrader.credentials.head(STREAM_PATH, target_id, method="GET")
         try:
-            async with self._upgrader.connection(address) as sock:
-                answer = await self._upgrader.ask(sock, address, head, STREAM_UPGRADE, absent=_NO_STREAMS)
-                if sock.staged_nbytes:
-                    raise WireError("the peer spoke before it was asked")
-        except NotOfferedError:
+            sender, opening = await self._ask(address, target_id)
+        except PeerRefusedError as error:
+            if error.status not in _NO_STREAMS:
+                raise
             if len(self._without) >= _MAX_PEERS:
                 self._without.clear()
             self._without[address] = self._clock.monotonic() + self._limits.stream_retry_s
-            raise
-        macs = self._upgrader.credentials.keys.stream(head.nonce, answer.nonce)
-        stream = CallerStream(sock, answer.sender, macs, self._limits, self._counters)
+            raise NotOfferedError from error
+        async with self._opener.open(address, opening.token) as sock:
+            if sock.staged_nbytes:
+                raise WireError("the peer spoke before it was asked")
+        stream = CallerStream(sock, sender, opening.ciphers(), self._limits, self._counters)
         if self._closed:
             stream.close()
             raise ConnectionResetError("our transport is closed")

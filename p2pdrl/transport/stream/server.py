@@ -1,8 +1,7 @@
-"""The serving half of streams: takes connections over from aiohttp; answers one call after the other.
+"""The serving half of streams: answers one call after the other.
 
-The request for a stream is judged as a call is, and so is each call on it: sizes from its head, then its MAC,
-then how much its sender asks. aiohttp goes on to hold the connection, deaf, as long as its handler runs, so
-that it counts and is closed with all others; a duplicate of its socket carries the frames.
+Who asked for a stream was judged as a caller is, and so is each call on it: sizes from its head, then whether
+it is authentic, then how much its sender asks. The listener runs a stream, and watches it with all others.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from aiohttp import web
 
 from p2pdrl.clock import Clock
 from p2pdrl.errors import PeerTimeoutError, WireError
-from p2pdrl.transport.auth import PieceMac, SwarmKeys
 from p2pdrl.transport.calls import (
     CALLERS_FAULTS,
     Admission,
@@ -27,6 +25,7 @@ from p2pdrl.transport.calls import (
     report_end,
     run_handler,
 )
+from p2pdrl.transport.cipher import Cipher
 from p2pdrl.transport.framing import (
     HEAD_BYTES,
     STAGE_BYTES,
@@ -36,13 +35,11 @@ from p2pdrl.transport.framing import (
     batches,
     body_nbytes,
     pieces_of,
-    unseal,
     views_of,
 )
-from p2pdrl.transport.http.headers import AnswerHead, RequestHead
-from p2pdrl.transport.http.listener import ConnectionPace, Watched
-from p2pdrl.transport.http.upgrade import STREAM_UPGRADE, DetachedTransport, switching, take_over
+from p2pdrl.transport.http.listener import ConnectionPace
 from p2pdrl.transport.limits import TransportLimits
+from p2pdrl.transport.opening import ConnectionOpening
 from p2pdrl.transport.protocol import Refusal, Reply, TrafficCounters
 from p2pdrl.transport.stream.socket import StreamSocket
 
@@ -75,7 +72,8 @@ class ServedStream:
         sock: carries the stream.
         peer: node id of the caller.
         remote_host: IP of the caller.
-        macs: of calls and of answers.
+        ciphers: of calls and of answers.
+        ended: told when it is over; may be told twice.
     """
 
     def __init__(
@@ -84,7 +82,9 @@ class ServedStream:
         sock: socket.socket,
         peer: str,
         remote_host: str,
-        macs: tuple[PieceMac, PieceMac],
+        ciphers: tuple[Cipher, Cipher],
+        *,
+        ended: Callable[[ServedStream], None],
     ) -> None:
         self.peer = peer
         self.busy = False
@@ -92,7 +92,9 @@ class ServedStream:
         self._limits = shared.limits
         self._clock = shared.clock
         self._remote_host = remote_host
-        self._in, self._out = macs
+        self._in, self._out = ciphers
+        self._ended = ended
+        self.proven = True
         self.idle_since_s = self._clock.monotonic()
         self._pace = ConnectionPace(self._limits, self.idle_since_s)
         self._pace.request_ended()
@@ -102,7 +104,7 @@ class ServedStream:
         self._rest_pieces = 0
         self._broken = False
 
-    def tick(self, now_s: float) -> bool:
+    def too_slow(self, now_s: float) -> bool:
         """Look at the stream; return whether it is too slow to be kept."""
         if not self.busy and self._sock.open and now_s - self.idle_since_s >= self._limits.keepalive_s:
             self._sock.close("idle for too long")
@@ -114,6 +116,7 @@ class ServedStream:
     def abort(self) -> None:
         """Cut the connection."""
         self._sock.close()
+        self._ended(self)
 
     def end(self) -> None:
         """Close the stream when the call that runs is done, at once if there is none."""
@@ -124,10 +127,9 @@ class ServedStream:
     def _arrived(self, nbytes: int) -> None:
         self._pace.arrived(nbytes, self._clock.monotonic())
 
-    async def run(self, hello: bytes) -> None:
-        """Say ``hello``, then serve until the stream ends; raises nothing that a peer can cause."""
+    async def run(self) -> None:
+        """Serve until the stream ends; raises nothing that a peer can cause."""
         try:
-            await self._sock.send(iter([[hello]]), len(hello))
             while not self._closing:
                 raw = await self._sock.read(HEAD_BYTES)
                 self.busy = True
@@ -139,6 +141,7 @@ class ServedStream:
             pass  # the caller is gone, or was cut
         finally:
             self._sock.close()
+            self._ended(self)
 
     async def _serve(self, raw: bytes) -> None:
         """Serve one call.
@@ -194,7 +197,7 @@ class ServedStream:
         sealed = await self._sock.read(nbytes + self._in.nbytes, self._limits.stall_deadline_s)
         self._shared.counters.received(self.peer, len(sealed))
         try:
-            return unseal(sealed, self._in, "the call", before)
+            return self._in.unseal(sealed, before, "the call")
         except WireError as error:
             raise Refusal(401, str(error)) from error
 
@@ -229,9 +232,9 @@ class ServedStream:
     async def _send(self, status: int, meta: bytes, views: Sequence[memoryview]) -> None:
         vector_nbytes = sum(view.nbytes for view in views)
         self._closing = self._closing or self._broken or self._rest_nbytes > _SMALL_REST_BYTES
-        first = AnswerFrame(status, len(meta), vector_nbytes, self._closing).encode() + meta
+        head = AnswerFrame(status, len(meta), vector_nbytes, self._closing).encode()
         nbytes = body_nbytes(len(meta), vector_nbytes, self._out.nbytes)
-        await self._sock.send(batches(first, views, self._out), nbytes + HEAD_BYTES)
+        await self._sock.send(batches(head, meta, views, self._out), nbytes + HEAD_BYTES)
         self._shared.counters.sent(self.peer, nbytes)
 
     async def _finish(self) -> None:
@@ -259,9 +262,7 @@ class ServedStream:
 class StreamServer:
     """Every stream that peers have opened here."""
 
-    def __init__(self, node_id: str, keys: SwarmKeys, shared: Shared) -> None:
-        self._node_id = node_id
-        self._keys = keys
+    def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self._streams: dict[str, set[ServedStream]] = {}
 
@@ -269,43 +270,35 @@ class StreamServer:
         """End streams in good order when ``app`` does."""
 
         async def end(_: web.Application) -> None:
-            for stream in self._all():
+            for stream in [stream for streams in self._streams.values() for stream in streams]:
                 stream.end()
 
-        async def abort(_: web.Application) -> None:
-            for stream in self._all():
-                stream.abort()
-
         app.on_shutdown.append(end)
-        app.on_cleanup.append(abort)
 
-    def _all(self) -> tuple[ServedStream, ...]:
-        return tuple(stream for streams in self._streams.values() for stream in streams)
+    def taker(
+        self, peer: str, opening: ConnectionOpening
+    ) -> Callable[[socket.socket, str], ServedStream | None]:
+        """Return what makes a stream of a peer's connection, to be run until it ends."""
 
-    async def serve(self, request: web.Request, head: RequestHead, watched: Watched) -> web.StreamResponse:
-        """Take the connection of ``request`` over, and serve calls on it until it ends.
+        def take(sock: socket.socket, host: str) -> ServedStream | None:
+            try:
+                self.make_room(peer)  # others may have come since it was promised
+            except Refusal:
+                sock.close()
+                return None
+            stream = ServedStream(self._shared, sock, peer, host, opening.ciphers(), ended=self._forget)
+            self._streams.setdefault(peer, set()).add(stream)
+            return stream
 
-        Raises:
-            Refusal: 429, the peer has too many streams.
-            ConnectionError: the caller went away.
-        """
-        self._make_room(head.sender)
-        answer = AnswerHead.answering(head, self._node_id, self._keys)
-        macs = self._keys.stream(head.nonce, answer.nonce)
-        stream = ServedStream(self._shared, take_over(request), head.sender, request.remote or "", macs)
-        self._streams.setdefault(head.sender, set()).add(stream)
-        watched.hand_over(stream)
-        try:
-            await stream.run(switching(STREAM_UPGRADE, answer))
-        finally:
-            stream.abort()
-            streams = self._streams[head.sender]
-            streams.discard(stream)
-            if not streams:
-                del self._streams[head.sender]
-        return DetachedTransport()
+        return take
 
-    def _make_room(self, peer: str) -> None:
+    def _forget(self, stream: ServedStream) -> None:
+        streams = self._streams.get(stream.peer, set())
+        streams.discard(stream)
+        if not streams:
+            self._streams.pop(stream.peer, None)
+
+    def make_room(self, peer: str) -> None:
         """Close the peer's longest idle stream when it has too many.
 
         Raises:

@@ -177,7 +177,9 @@ class PipeCarrier:
     @staticmethod
     def _made(sock: socket.socket, ticket: PipeTicket, pool: _BufferPool, bounds: PipeBounds) -> PipeEnd:
         try:
-            return PipeEnd(sock, ticket.keys, ticket.leftover, into=pool.take, bounds=bounds)
+            return PipeEnd(
+                sock, ticket.keys, ticket.leftover, hides=ticket.hides, into=pool.take, bounds=bounds
+            )
         except BaseException:
             sock.close()
             raise

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+
 import pytest
 
-from p2pdrl.api.keyfile import KEY_BYTES, read_swarm_key, write_swarm_key
+from p2pdrl.api.keyfile import KEY_BYTES, read_swarm_keys, rotate_swarm_key, write_swarm_key
 from p2pdrl.errors import UsageError
+from p2pdrl.ids import swarm_id_from_key
+
+NOW_S, HOUR_S = 1_790_000_000.0, 3600.0
+
+
+def read_swarm_key(path):
+    (key,) = read_swarm_keys(path).good(NOW_S)
+    return key
 
 
 def test_a_key_is_written_for_its_owner_only_and_read_back(tmp_path):
@@ -51,3 +61,58 @@ def test_a_missing_or_unreadable_file_says_what_to_do(tmp_path):
         read_swarm_key(tmp_path / "none.key")
     with pytest.raises(UsageError, match="can't read"):
         read_swarm_key(tmp_path)
+
+
+@pytest.fixture
+def rotated(tmp_path):
+    """A key file, its key before, and what it holds now."""
+    path = tmp_path / "swarm.key"
+    write_swarm_key(path)
+    old = read_swarm_key(path)
+    return path, old, rotate_swarm_key(path, HOUR_S, NOW_S)
+
+
+def test_a_rotation_leaves_time_to_copy_the_file_and_then_time_for_stragglers(rotated):
+    path, old, keys = rotated
+    assert read_swarm_keys(path) == keys
+    new = keys.keys[0].key
+    assert new != old
+    assert keys.good(NOW_S) == (old, new), "the old one is shown, the new one taken"
+    assert keys.good(NOW_S + HOUR_S - 1) == (old, new)
+    assert keys.good(NOW_S + HOUR_S) == (new, old)
+    assert keys.good(NOW_S + 2 * HOUR_S - 1) == (new, old)
+    assert keys.good(NOW_S + 2 * HOUR_S) == (new,)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_swarm_keeps_its_id_through_rotations(rotated):
+    path, old, keys = rotated
+    assert keys.swarm_id == swarm_id_from_key(old)
+    later_s = NOW_S + 3 * HOUR_S
+    again = rotate_swarm_key(path, HOUR_S, later_s)
+    assert again.swarm_id == keys.swarm_id
+    assert again.good(later_s) == (keys.keys[0].key, again.keys[0].key)
+
+
+def test_one_rotation_at_a_time(rotated):
+    path, _, _ = rotated
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match="being rotated already: wait until 2026-09-21"):
+        rotate_swarm_key(path, HOUR_S, NOW_S + HOUR_S)
+    assert path.read_bytes() == before
+
+
+def test_keys_are_never_shown_in_words(rotated):
+    path, _, keys = rotated
+    assert not any(line.split()[0] in repr(keys) for line in path.read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    "extra", [" form=3", " from=soon", " from", "\nnot base64!", "\n" + base64.b64encode(b"x").decode()]
+)
+def test_what_a_line_may_not_say(tmp_path, extra):
+    path = tmp_path / "swarm.key"
+    path.write_text(base64.b64encode(bytes(32)).decode() + extra + "\n")
+    path.chmod(0o600)
+    with pytest.raises(UsageError, match="isn't a swarm key"):
+        read_swarm_keys(path)

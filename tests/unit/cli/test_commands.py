@@ -219,10 +219,37 @@ def test_keygen(p2pdrl, tmp_path):
 
 
 def test_a_swarm_key_opens_a_keyed_node(p2pdrl, served, tmp_path):
-    from p2pdrl.api.keyfile import read_swarm_key
+    from p2pdrl.api.keyfile import read_swarm_keys
 
     write_swarm_key(tmp_path / "k")
-    served.node.swarm_key = read_swarm_key(tmp_path / "k")
+    served.node.swarm_keys = read_swarm_keys(tmp_path / "k").good(0.0)
     served.node.data_dir = "/nowhere"
     assert p2pdrl("status", "--api", served.address).exit_code == 2
     assert p2pdrl("status", "--api", served.address, "--swarm-key-file", str(tmp_path / "k")).exit_code == 0
+
+
+def test_a_key_is_rotated_and_looked_at_without_being_shown(p2pdrl, tmp_path):
+    path = tmp_path / "k"
+    write_swarm_key(path)
+    before = p2pdrl("key", "show", str(path))
+    assert before.exit_code == 0
+    result = p2pdrl("key", "rotate", str(path), "--overlap", "2")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[0] == before.stdout.splitlines()[0], "the swarm's id stays"
+    new, old = result.stdout.splitlines()[1:]
+    assert "taken, shown from" in new
+    assert "shown, taken until" in old
+    assert "copy" in result.stderr
+    found = json.loads(p2pdrl("key", "show", str(path), "--json").stdout)
+    assert [(key["shown"], key["taken"]) for key in found["keys"]] == [(False, True), (True, True)]
+    assert found["keys"][1]["until"] - found["keys"][0]["from"] == pytest.approx(7200, abs=1)
+    assert not any(line.split()[0] in result.stdout for line in path.read_text().splitlines())
+    again = p2pdrl("key", "rotate", str(path))
+    assert again.exit_code == 2
+    assert "being rotated already" in again.stderr
+
+
+def test_rotating_no_key_says_what_to_do(p2pdrl, tmp_path):
+    result = p2pdrl("key", "rotate", str(tmp_path / "none"))
+    assert result.exit_code == 2
+    assert "p2pdrl keygen" in result.stderr

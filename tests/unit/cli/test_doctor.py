@@ -10,10 +10,9 @@ from importlib import metadata
 
 import pytest
 
-from p2pdrl.api.keyfile import read_swarm_key, write_swarm_key
+from p2pdrl.api.keyfile import read_swarm_keys, write_swarm_key
 from p2pdrl.cli import doctor
 from p2pdrl.cli.client import NodeClient
-from p2pdrl.ids import swarm_id_from_key
 from p2pdrl.testing.fake_node import FakeNode, ServedNode
 
 
@@ -89,15 +88,15 @@ def test_an_unreachable_peer_fails_the_command(p2pdrl, free_address):
 def test_swarm_keys_are_compared(tmp_path):
     for name in ["ours", "theirs"]:
         write_swarm_key(tmp_path / name)
-    ours, theirs = read_swarm_key(tmp_path / "ours"), read_swarm_key(tmp_path / "theirs")
-    node = FakeNode(swarm_key=theirs)
-    node.state["swarm_id"] = swarm_id_from_key(theirs)
+    ours, theirs = read_swarm_keys(tmp_path / "ours"), read_swarm_keys(tmp_path / "theirs")
+    node = FakeNode(swarm_key=theirs.good(0.0)[0])
+    node.state["swarm_id"] = theirs.swarm_id
     with ServedNode(node) as served:
         name = f"peer {served.address} swarm"
         assert results(doctor.peer_checks(served.address, theirs))[name] == "ok"
         assert results(doctor.peer_checks(served.address, ours))[name] == "fail"
         assert results(doctor.peer_checks(served.address, None))[name] == "fail"
-        node.swarm_key = None
+        node.swarm_keys = ()
         assert results(doctor.peer_checks(served.address, ours))[name] == "fail"
 
 

@@ -27,6 +27,12 @@ def test_signatures_bind_key_and_data() -> None:
     assert not verify(b"short", signature, b"hello")
 
 
+def test_tls_is_of_the_same_node() -> None:
+    one = Identity(bytes(32))
+    assert one.tls([b"a swarm's key"]).node_id == one.node_id
+    assert one.tls([b"a swarm's key", b"its next"]).node_id == one.node_id
+
+
 def test_readable_by_others_is_refused(tmp_path: Path) -> None:
     Identity.load_or_create(tmp_path)
     (tmp_path / "identity.key").chmod(0o644)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from p2pdrl.transport.auth import PieceMac
+from p2pdrl.transport.cipher import Cipher
 from p2pdrl.transport.framing import batches
 from p2pdrl.transport.limits import PipeBounds
 from p2pdrl.transport.pipe.end import PipeEnd
@@ -34,12 +34,13 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 @contextmanager
 def two_ends(
-    keys: tuple[bytes, bytes] | None = KEYS, bounds: PipeBounds | None = None
+    keys: tuple[bytes, bytes] | None = KEYS, bounds: PipeBounds | None = None, *, hides: bool = True
 ) -> Iterator[tuple[PipeEnd, PipeEnd]]:
     one, other = tcp_pair()
+    theirs = keys[::-1] if keys is not None else None
     with (
-        PipeEnd(one, keys, into=anywhere, bounds=bounds) as first,
-        PipeEnd(other, keys[::-1] if keys is not None else None, into=anywhere, bounds=bounds) as second,
+        PipeEnd(one, keys, hides=hides, into=anywhere, bounds=bounds) as first,
+        PipeEnd(other, theirs, hides=hides, into=anywhere, bounds=bounds) as second,
     ):
         yield first, second
 
@@ -58,9 +59,8 @@ def end_and_socket(
 
 def end_of(pipe: Pipe) -> PipeEnd:
     """Use a pipe in this process."""
-    end = PipeEnd(
-        socket.socket(fileno=os.dup(pipe.fd)), pipe.ticket.keys, pipe.ticket.leftover, into=anywhere
-    )
+    sock, ticket = socket.socket(fileno=os.dup(pipe.fd)), pipe.ticket
+    end = PipeEnd(sock, ticket.keys, ticket.leftover, hides=ticket.hides, into=anywhere)
     pipe.detach()
     return end
 
@@ -69,11 +69,12 @@ class Writer:
     """Writes messages as bytes.
 
     Args:
-        key: of the way they go; None without MACs.
+        key: of the way they go; None for nothing sealed.
+        hides: encrypt.
     """
 
-    def __init__(self, key: bytes | None = THEIRS) -> None:
-        self.mac = PieceMac(key)
+    def __init__(self, key: bytes | None = THEIRS, *, hides: bool = True) -> None:
+        self.cipher = Cipher(key, hides=hides)
         self.number = 0
 
     def message(
@@ -82,7 +83,7 @@ class Writer:
         self.number += 1
         if head is None:
             head = pack_head(kind, self.number, len(meta), len(vector))
-        lists = batches(head + meta, [memoryview(vector)] if vector else [], self.mac)
+        lists = batches(head, meta, [memoryview(vector)] if vector else [], self.cipher)
         return b"".join(bytes(buffer) for batch in lists for buffer in batch)
 
 

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 from p2pdrl.clock import SystemClock
-from p2pdrl.transport.http.headers import RequestHead
+from p2pdrl.membership.identity import Identity
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.pipe.ticket import Pipe, PipeReply
 from p2pdrl.transport.protocol import Incoming, Refusal
 
-from .conftest import CLIENT_ID, KEY, SERVER_ID
+from .conftest import CLIENT, KEY, SERVER_ID
 from .pipes import LONG_S
 
 Served = Any
-
-Change = Callable[[RequestHead], RequestHead]
 
 
 class Stage:
@@ -56,12 +53,24 @@ async def staged(served: Served) -> AsyncIterator[tuple[Stage, HttpTransport]]:
     """A handler at ``served``, and a caller."""
     stage = Stage()
     served.transport.serve_pipes("stage", stage, max_meta_bytes=100)
-    caller = HttpTransport(CLIENT_ID, "default", KEY, clock=SystemClock(), limits=served.transport.limits)
+    async with calling(served) as caller:
+        try:
+            yield stage, caller
+        finally:
+            stage.close()
+
+
+@asynccontextmanager
+async def calling(
+    served: Served, identity: Identity = CLIENT, *, key: bytes = KEY, hides: bool = True
+) -> AsyncIterator[HttpTransport]:
+    """Another node."""
+    tls, limits = identity.tls([key]), served.transport.limits
+    caller = HttpTransport(identity.node_id, "default", tls, hides=hides, clock=SystemClock(), limits=limits)
     await caller.start()
     try:
-        yield stage, caller
+        yield caller
     finally:
-        stage.close()
         await caller.close()
 
 
@@ -75,9 +84,5 @@ def in_use(served: Served) -> int:
 
 def asking(served: Served, meta: bytes = b"hello", path: str = "/p2p-pipe/stage", **more: Any) -> bytes:
     """A request for a pipe, right in all that isn't overridden."""
-    change: Change = more.pop("change", lambda head: head)
-    headers = {"Connection": "Upgrade", "Upgrade": "p2pdrl-pipe", **more.pop("headers", {})}
-    raw: bytes = served.request(
-        meta, change=lambda head: change(replace(head, path=path)), headers=headers, **more
-    )
+    raw: bytes = served.request(meta, path=path, **more)
     return raw

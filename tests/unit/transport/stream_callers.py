@@ -3,45 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import ssl
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
-from p2pdrl.transport.auth import MAC_BYTES, PieceMac
+from p2pdrl.transport.cipher import OPEN
 from p2pdrl.transport.framing import HEAD_BYTES, AnswerFrame, CallFrame, batches
-from p2pdrl.transport.http.headers import AnswerHead, RequestHead
-from p2pdrl.transport.http.upgrade import read_header
 from p2pdrl.transport.limits import PIECE_BYTES
+from p2pdrl.transport.opening import HELLO, OPENED, ConnectionOpening
+
+from .conftest import CLIENT_TLS
 
 Served = Any
-Change = Callable[[RequestHead], RequestHead]
 BIG = bytes(range(256)) * (PIECE_BYTES // 256) + b"tail"
 
 
-def same(head: RequestHead) -> RequestHead:
-    return head
+def asking(served: Served, **changes: Any) -> bytes:
+    """A request for a stream, right in all that isn't overridden."""
+    raw: bytes = served.request(**{"path": "/p2p-stream", **changes})
+    return raw
 
 
-def asking(
-    served: Served,
-    *,
-    change: Change = same,
-    forge: Change = same,
-    headers: dict[str, str | None] | None = None,
-) -> tuple[str, bytes]:
-    """A request for a stream, right in all that isn't overridden; and its nonce."""
-    head = replace(served.head(), path="/p2p/stream", method="GET")
-    head = forge(change(head).sign(served.keys))
-    lines: dict[str, str | None] = {
-        "Host": str(served.address),
-        "Connection": "Upgrade",
-        "Upgrade": "p2pdrl",
-        **head.to_headers(),
-        **(headers or {}),
-    }
-    text = "".join(f"{name}: {value}\r\n" for name, value in lines.items() if value is not None)
-    return head.nonce, f"GET /p2p/stream HTTP/1.1\r\n{text}\r\n".encode()
+async def promised(
+    served: Served, tls: ssl.SSLContext | None = CLIENT_TLS, **changes: Any
+) -> ConnectionOpening:
+    """What opens a stream."""
+    status, body = await served.exchange(asking(served, **changes), tls)
+    assert status == 200, body
+    return ConnectionOpening.decode(body)
 
 
 class Caller:
@@ -49,22 +39,21 @@ class Caller:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
-        self.out = self.into = PieceMac(bytes(32))
+        self.out = self.into = OPEN
 
     def frame(
         self, meta: bytes = b"", vector: bytes = b"", route: bytes = b"take", frame: CallFrame | None = None
     ) -> bytes:
         head = frame if frame is not None else CallFrame(len(route), len(meta), len(vector))
         views = [memoryview(vector)] if vector else []
-        lists = batches(head.encode() + route + meta, views, self.out)
+        lists = batches(head.encode() + route, meta, views, self.out)
         return b"".join(bytes(buffer) for batch in lists for buffer in batch)
 
     async def answer(self) -> tuple[AnswerFrame, bytes]:
         raw = await asyncio.wait_for(self.reader.readexactly(HEAD_BYTES), 5)
         frame = AnswerFrame.decode(raw)
-        meta = await self.reader.readexactly(frame.meta_nbytes)
-        assert self.into.good(raw + meta, await self.reader.readexactly(MAC_BYTES))
-        return frame, meta
+        sealed = await self.reader.readexactly(frame.meta_nbytes + self.into.nbytes)
+        return frame, self.into.unseal(sealed, raw, "the answer")
 
     async def call(self, raw: bytes) -> tuple[AnswerFrame, bytes]:
         self.writer.write(raw)
@@ -79,23 +68,22 @@ class Caller:
 
 
 @asynccontextmanager
-async def stream(served: Served, **changes: Any) -> AsyncIterator[Caller]:
-    reader, writer = await asyncio.open_connection(served.address.host, served.address.port)
+async def opened(served: Served, opening: ConnectionOpening) -> AsyncIterator[Caller]:
+    """The stream that was promised."""
+    reader, writer = await served.connect(None)
     caller = Caller(reader, writer)
     try:
-        nonce, raw = asking(served, **changes)
-        writer.write(raw)
-        status, headers = read_header(await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5))
-        assert status == 101
-        answer = AnswerHead.from_headers(headers)
-        assert answer.authentic(served.keys, nonce)
-        caller.out, caller.into = served.keys.stream(nonce, answer.nonce)
+        writer.write(HELLO + opening.token)
+        assert await asyncio.wait_for(reader.readexactly(len(OPENED)), 5) == OPENED
+        caller.out, caller.into = opening.ciphers()
         yield caller
     finally:
         writer.transport.abort()
 
 
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not true():  # noqa: ASYNC110 - the listener has nothing to wait on
-            await asyncio.sleep(0.005)
+@asynccontextmanager
+async def stream(
+    served: Served, tls: ssl.SSLContext | None = CLIENT_TLS, **changes: Any
+) -> AsyncIterator[Caller]:
+    async with opened(served, await promised(served, tls, **changes)) as caller:
+        yield caller

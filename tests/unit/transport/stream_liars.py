@@ -8,14 +8,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from p2pdrl.transport.auth import MAC_BYTES, PieceMac, new_nonce
+from p2pdrl.transport.cipher import Cipher
 from p2pdrl.transport.framing import HEAD_BYTES, AnswerFrame, CallFrame, batches
-from p2pdrl.transport.http.headers import AnswerHead
 from p2pdrl.transport.http_transport import HttpTransport
+from p2pdrl.transport.opening import HELLO, OPENED, TOKEN_BYTES, ConnectionOpening
 from p2pdrl.transport.protocol import Address
 
-from .liars import KEYS, PEER, listening, request_of
+from .answers import answered
 from .liars import ask as ask_over
+from .liars import listening, request_of
 
 
 @dataclass
@@ -24,60 +25,58 @@ class Liar:
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    out: PieceMac
+    out: Cipher
 
     async def call(self) -> CallFrame:
         frame = CallFrame.decode(await self.reader.readexactly(HEAD_BYTES))
-        await self.reader.readexactly(frame.route_nbytes + frame.meta_nbytes + MAC_BYTES)
+        await self.reader.readexactly(frame.route_nbytes + frame.meta_nbytes + self.out.nbytes)
         return frame
 
     def answer(
         self, meta: bytes = b"meta", vector: bytes = b"vector", frame: AnswerFrame | None = None
     ) -> bytes:
         head = frame if frame is not None else AnswerFrame(200, len(meta), len(vector), False)
-        lists = batches(head.encode() + meta, [memoryview(vector)] if vector else [], self.out)
+        lists = batches(head.encode(), meta, [memoryview(vector)] if vector else [], self.out)
         return b"".join(bytes(buffer) for batch in lists for buffer in batch)
 
 
 Talk = Callable[[Liar], Awaitable[None]]
-Open = Callable[[str], bytes]
+Offer = Callable[[ConnectionOpening], bytes]
 
 
-def opened(
-    nonce: str,
-    *,
-    change: Callable[[AnswerHead], AnswerHead] = lambda head: head,
-    forge: Callable[[AnswerHead], AnswerHead] = lambda head: head,
-    upgrade: str = "p2pdrl",
-    answer_nonce: str | None = None,
-    extra: bytes = b"",
-) -> bytes:
+def offered(opening: ConnectionOpening, **changes: Any) -> bytes:
     """The answer to a request for a stream, right in all that isn't overridden."""
-    head = AnswerHead(sender=PEER, meta_nbytes=0, vector_nbytes=0, nonce=answer_nonce or new_nonce())
-    head = forge(change(head).sign(KEYS, nonce))
-    lines = "".join(f"{name}: {value}\r\n" for name, value in head.to_headers().items())
-    return f"HTTP/1.1 101 Switching\r\nUpgrade: {upgrade}\r\n{lines}\r\n".encode() + extra
+    return answered(opening.encode(), b"", **changes)
 
 
 @asynccontextmanager
 async def peer(
-    talk: Talk | None = None, opening: Open | None = None
+    talk: Talk | None = None, offer: Offer = offered, welcome: bytes = OPENED, *, hides: bool = True
 ) -> AsyncIterator[tuple[Address, list[str]]]:
-    """A server that opens streams and then talks; ``seen`` holds the request lines."""
+    """A server that opens streams and then talks; ``seen`` holds the request lines, and "stream" for each."""
     seen: list[str] = []
+    openings: dict[bytes, ConnectionOpening] = {}
+
+    async def asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:  # connections are used again
+            seen.append(await request_of(reader))
+            opening = ConnectionOpening.new(sealed=True, hides=hides)
+            openings[opening.token] = opening
+            writer.write(offer(opening))
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        line, nonce = await request_of(reader)
-        seen.append(line)
-        if opening is not None:
-            writer.write(opening(nonce))
-        else:
-            ours = new_nonce()
-            writer.write(opened(nonce, answer_nonce=ours))
-            assert talk is not None
-            await talk(Liar(reader, writer, KEYS.stream(nonce, ours)[1]))
+        hello = await reader.readexactly(len(HELLO) + TOKEN_BYTES)
+        assert hello.startswith(HELLO)
+        opening = openings.pop(hello[len(HELLO) :], None)
+        if opening is None:
+            writer.close()
+            return
+        seen.append("stream")
+        writer.write(welcome)
+        if talk is not None:
+            await talk(Liar(reader, writer, opening.ciphers()[1]))
 
-    async with listening(connected) as address:
+    async with listening(asked, connected) as address:
         yield address, seen
 
 

@@ -1,107 +1,23 @@
-"""Keys, MACs and the replay guard."""
+"""Signed requests to the API, and the replay guard."""
 
 from __future__ import annotations
 
-import hmac
-
 import pytest
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from hypothesis import given
-from hypothesis import strategies as st
 
 from p2pdrl.clock import ManualClock
 from p2pdrl.transport.auth import (
-    MAC_BYTES,
-    PieceMac,
     ReplayGuard,
-    SwarmKeys,
     format_time,
     is_nonce,
     new_nonce,
     parse_time,
+    prove_target,
     sign_api,
+    target_proven,
     verify_api,
 )
 
-KEYS = SwarmKeys(b"key")
 NONCE = "0" * 32
-
-
-def test_header_macs_depend_on_key_fields_and_their_borders() -> None:
-    mac = KEYS.header_mac("a", "bc")
-    assert KEYS.header_good(mac, "a", "bc")
-    assert not KEYS.header_good(mac, "ab", "c")
-    assert not KEYS.header_good(mac, "a", "bc", "")
-    assert not KEYS.header_good("", "a", "bc")
-    assert not KEYS.header_good("é" * 64, "a", "bc")
-    assert not SwarmKeys(b"other").header_good(mac, "a", "bc")
-
-
-def test_the_header_mac_is_hmac_over_hkdf() -> None:
-    """RFC 5869 and RFC 2104 by hand: nodes of different releases have to agree."""
-    extracted = hmac.digest(bytes(32), b"key", "sha256")
-    key = hmac.digest(extracted, b"p2pdrl v1 header" + b"\1", "sha256")
-    message = b"\0\0\0\7request" + b"\0\0\0\4POST"
-    assert KEYS.header_mac("request", "POST") == hmac.digest(key, message, "sha256").hex()
-
-
-def test_piece_macs_are_bound_to_index_request_direction_and_answer() -> None:
-    piece = memoryview(bytearray(b"x" * 1000))
-    request = KEYS.request_pieces(NONCE)
-    macs = {
-        request.of(piece),
-        request.of(piece),
-        KEYS.request_pieces("1" * 32).of(piece),
-        KEYS.answer_pieces(NONCE, NONCE).of(piece),
-        KEYS.answer_pieces(NONCE, "1" * 32).of(piece),
-        SwarmKeys(b"other").request_pieces(NONCE).of(piece),
-        *(way.of(piece) for way in KEYS.stream(NONCE, NONCE)),
-        *(PieceMac(key).of(piece) for key in KEYS.pipe(NONCE, NONCE)),
-    }
-    assert len(macs) == 10
-    assert {len(mac) for mac in macs} == {MAC_BYTES}
-
-
-@given(st.binary(max_size=200), st.integers(0, 2**40), st.data())
-def test_a_piece_that_changed_is_found(piece: bytes, index: int, data: st.DataObject) -> None:
-    def mac(number: int) -> PieceMac:
-        made = KEYS.request_pieces(NONCE)
-        made.skip(number)
-        return made
-
-    tag = mac(index).of(piece)
-    assert mac(index).good(piece, tag)
-    assert not mac(index + 1).good(piece, tag)
-    assert not mac(index).good(piece + b"\0", tag)
-    bit = data.draw(st.integers(0, 127))
-    forged = bytearray(tag)
-    forged[bit // 8] ^= 1 << bit % 8
-    assert not mac(index).good(piece, forged)
-
-
-def test_a_piece_has_the_gmac_of_its_number() -> None:
-    """Against AES-128-GCM itself: bodies count from 0, streams and pipes from 1."""
-
-    def gmac(key: bytes, index: int) -> bytes:
-        return AESGCM(key[:16]).encrypt(index.to_bytes(12, "big"), b"", b"piece")
-
-    def key(*fields: str) -> bytes:
-        extracted = hmac.digest(bytes(32), b"key", "sha256")
-        pieces = hmac.digest(extracted, b"p2pdrl v1 pieces" + b"\1", "sha256")
-        message = b"".join(len(field).to_bytes(4, "big") + field.encode() for field in fields)
-        return hmac.digest(pieces, message, "sha256")
-
-    ours, theirs = KEYS.stream(NONCE, "1" * 32)
-    for mac, fields, first in (
-        (KEYS.request_pieces(NONCE), ("request", NONCE), 0),
-        (KEYS.answer_pieces(NONCE, "1" * 32), ("answer", NONCE, "1" * 32), 0),
-        (ours, ("stream", "calls", NONCE, "1" * 32), 1),
-        (theirs, ("stream", "answers", NONCE, "1" * 32), 1),
-    ):
-        assert [mac.of(b"piece") for _ in range(3)] == [gmac(key(*fields), first + i) for i in range(3)]
-    assert KEYS.pipe(NONCE, "1" * 32) == tuple(
-        key("pipe", way, NONCE, "1" * 32) for way in ("calls", "answers")
-    )
 
 
 def test_nonces_and_times_are_read_strictly() -> None:
@@ -164,5 +80,18 @@ def test_api_signatures_cover_everything() -> None:
         verify_api(b"key", "POST", "/v1/mode", 12.5, NONCE, mac=mac, target="a.1"),
         verify_api(b"key", "POST", "/v1/mode", 12.5, NONCE, mac=mac, target="b.1", body=b"{}"),
         verify_api(b"key", "POST", "/v1/mode", 12.5, NONCE, mac="", target="a.1", body=b"{}"),
+    ]
+    assert not any(others)
+
+
+def test_a_node_proves_which_it_is() -> None:
+    proof = prove_target(b"key", "a.1", NONCE)
+    assert target_proven(b"key", "a.1", NONCE, proof)
+    others = [
+        target_proven(b"other", "a.1", NONCE, proof),
+        target_proven(b"key", "b.1", NONCE, proof),
+        target_proven(b"key", "a.1", "1" * 32, proof),
+        target_proven(b"key", "a.1", NONCE, ""),
+        target_proven(b"key", "a.1", NONCE, "\udcff" * 64),
     ]
     assert not any(others)

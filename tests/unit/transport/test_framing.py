@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pdrl.errors import WireError
-from p2pdrl.transport.auth import MAC_BYTES, NO_MACS, PieceMac, SwarmKeys
+from p2pdrl.transport.cipher import OPEN, TAG_BYTES, Cipher
 from p2pdrl.transport.framing import (
     HEAD_BYTES,
     STAGE_BYTES,
@@ -110,68 +110,68 @@ def test_only_contiguous_vectors_are_taken() -> None:
     assert join_views(memoryview(np.zeros((2, 2), np.float32))) == bytes(16)
 
 
-KEYS = SwarmKeys(b"key")
-NONCES = "1" * 32, "2" * 32
+KEY = bytes(range(32))
+WAYS = ["in the open", "proven", "hidden"]
+EACH_WAY = pytest.mark.parametrize("way", WAYS)
 
 
-def mac(way: int = 0) -> PieceMac:
-    return KEYS.stream(*NONCES)[way]
+def cipher(way: str, skip: int = 0) -> Cipher:
+    """Of one end; both ends have one of their own."""
+    made = Cipher(None if way == "in the open" else KEY, hides=way == "hidden")
+    made.skip(skip)
+    return made
 
 
 views = st.lists(st.binary(max_size=40), max_size=6)
 
 
-def joined(first: bytes, parts: list[memoryview], keyed: bool) -> bytes:
-    lists = list(batches(first, parts, mac() if keyed else NO_MACS))
-    assert all(lists)
-    return b"".join(bytes(buffer) for batch in lists for buffer in batch)
+def joined(head: bytes, meta: bytes, parts: list[memoryview], way: str) -> bytes:
+    """A frame as it is sent: what a list holds is gone before the next list is asked for."""
+    raw = b""
+    for batch in batches(head, meta, parts, cipher(way)):
+        assert batch
+        raw += b"".join(bytes(buffer) for buffer in batch)
+    return raw
 
 
-@given(st.binary(min_size=1, max_size=30), views, st.booleans())
-def test_a_frame_is_its_parts_and_macs(first: bytes, parts: list[bytes], keyed: bool) -> None:
-    vector = b"".join(parts)
-    wanted, serial = first, mac()
-    if keyed:
-        wanted += serial.of(first) + (vector + serial.of(vector) if vector else b"")
-    else:
-        wanted += vector
-    assert joined(first, [memoryview(part) for part in parts if part], keyed) == wanted
+@given(st.binary(min_size=1, max_size=30), st.binary(max_size=30), views, st.sampled_from(WAYS))
+def test_a_frame_is_its_parts_sealed(head: bytes, meta: bytes, parts: list[bytes], way: str) -> None:
+    vector, serial = b"".join(parts), cipher(way)
+    wanted = head + serial.seal(meta, head)
+    if vector:
+        wanted += b"".join(map(bytes, serial.seal_piece(vector)))
+    raw = joined(head, meta, [memoryview(part) for part in parts if part], way)
+    assert raw == wanted
+    assert len(raw) == len(head) + body_nbytes(len(meta), len(vector), serial.nbytes)
+    if way == "in the open":
+        assert raw == head + meta + vector
 
 
-@pytest.mark.parametrize("keyed", [True, False])
+@EACH_WAY
 @pytest.mark.parametrize("sizes", [[3 * PIECE_BYTES + 5], [PIECE_BYTES, 7, PIECE_BYTES], [3] * 200])
-def test_long_frames_are_cut(sizes: list[int], keyed: bool) -> None:
+def test_long_frames_are_cut(sizes: list[int], way: str) -> None:
     rng = np.random.default_rng(5)
     parts = [memoryview(rng.bytes(size)) for size in sizes]
-    lists = list(batches(b"first", parts, mac() if keyed else NO_MACS))
-    assert all(sum(map(len, batch)) <= 2 * PIECE_BYTES for batch in lists)
-    assert all(len(batch) <= 64 for batch in lists)
-    raw = b"".join(bytes(buffer) for batch in lists for buffer in batch)
-    assert len(raw) == body_nbytes(5, sum(sizes), MAC_BYTES if keyed else 0)
+    raw = b""
+    for batch in batches(b"first", b"meta", parts, cipher(way)):
+        assert sum(map(len, batch)) <= 2 * PIECE_BYTES
+        assert len(batch) <= 64
+        raw += b"".join(bytes(buffer) for buffer in batch)
+    check = cipher(way)
+    assert len(raw) == 5 + body_nbytes(4, sum(sizes), check.nbytes)
+    start = 5 + 4 + check.nbytes
+    assert check.unseal(raw[5:start], raw[:5], "it") == b"meta"
     out = memoryview(bytearray(sum(sizes)))
-    check = mac()
-    if keyed:
-        assert check.good(b"first", raw[5 : 5 + MAC_BYTES])
-    filling = Filling(out, check if keyed else NO_MACS)
-    assert filling.copy(memoryview(raw)[5 + (MAC_BYTES if keyed else 0) :]) == filling.taken_nbytes
+    filling = Filling(out, check)
+    assert filling.copy(memoryview(raw)[start:]) == filling.taken_nbytes == len(raw) - start
     assert filling.full
     assert out == b"".join(parts)
 
 
-def test_pieces_cannot_be_repeated_left_out_or_taken_from_the_other_way() -> None:
-    calls, answers = KEYS.stream(*NONCES)
-    macs = [calls.of(b"same") for _ in range(3)]
-    assert len(set(macs)) == 3
-    check = mac()
-    assert check.good(b"same", macs[0])
-    assert not check.good(b"same", macs[0]), "a replay"
-    check = mac()
-    assert not check.good(b"same", macs[1]), "one was left out"
-    assert not mac(1).good(b"same", macs[0]), "a reflection"
-    assert answers.of(b"same") != macs[0]
-    for other in (KEYS.stream("3" * 32, NONCES[1]), KEYS.stream(NONCES[0], "3" * 32)):
-        assert not other[0].good(b"same", macs[0]), "another stream"
-    assert not SwarmKeys(b"other").stream(*NONCES)[0].good(b"same", macs[0])
+def test_the_open_copies_nothing() -> None:
+    part = memoryview(bytearray(3 * PIECE_BYTES))
+    (_, *buffers), *lists = batches(b"head", b"meta", [part], OPEN)
+    assert all(buffer.obj is part.obj for batch in (buffers, *lists) for buffer in batch)  # type: ignore[union-attr]
 
 
 def test_pieces_are_counted() -> None:
@@ -192,15 +192,14 @@ def test_what_is_unsent_is_the_rest(parts: list[bytes], data: st.DataObject) -> 
 
 @given(st.data())
 def test_a_buffer_fills_whatever_the_portions(data: st.DataObject) -> None:
-    keyed = data.draw(st.booleans())
+    way = data.draw(st.sampled_from(WAYS))
     nbytes = data.draw(st.sampled_from([1, 50, PIECE_BYTES, PIECE_BYTES + 1]))
     vector = np.random.default_rng(nbytes).bytes(nbytes)
-    raw = memoryview(joined(b"x", [memoryview(vector)], keyed))[1 + (MAC_BYTES if keyed else 0) :]
+    check = cipher(way, skip=1)
+    raw = memoryview(joined(b"x", b"", [memoryview(vector)], way))[1 + check.nbytes :]
     cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=6)))
-    check = mac()
-    check.skip(1)
     out = memoryview(bytearray(nbytes))
-    filling = Filling(out, check if keyed else NO_MACS)
+    filling = Filling(out, check)
     for start, end in pairwise([0, *cuts, len(raw)]):
         portion = raw[start:end]
         while portion:  # as a socket would: at most what there is room for
@@ -217,15 +216,25 @@ def test_a_buffer_fills_whatever_the_portions(data: st.DataObject) -> None:
     assert filling.taken_nbytes == len(raw)
 
 
-@given(st.integers(0, 2 * PIECE_BYTES + 10 + 3 * MAC_BYTES - 1))
-def test_a_changed_byte_is_noticed(at: int) -> None:
+@pytest.mark.parametrize("way", ["proven", "hidden"])
+@given(at=st.integers(0, 2 * PIECE_BYTES + 10 + 3 * TAG_BYTES - 1))
+def test_a_changed_byte_is_noticed(way: str, at: int) -> None:
     vector = np.random.default_rng(0).bytes(2 * PIECE_BYTES + 10)
-    raw = bytearray(joined(b"x", [memoryview(vector)], True)[1 + MAC_BYTES :])
+    raw = bytearray(joined(b"x", b"", [memoryview(vector)], way)[1 + TAG_BYTES :])
     raw[at] ^= 1
-    check = mac()
-    check.skip(1)
     with pytest.raises(WireError, match="isn't authentic"):
-        Filling(memoryview(bytearray(len(vector))), check).copy(memoryview(raw))
+        Filling(memoryview(bytearray(len(vector))), cipher(way, skip=1)).copy(memoryview(raw))
+
+
+def test_a_bad_piece_is_named_and_spoils_none_before_it() -> None:
+    out = memoryview(bytearray(2 * PIECE_BYTES))
+    raw = bytearray(joined(b"x", b"", [memoryview(b"\1" * len(out))], "hidden")[1 + TAG_BYTES :])
+    raw[-1] ^= 1
+    filling = Filling(out, cipher("hidden", skip=1))
+    with pytest.raises(WireError, match="piece 2 "):
+        filling.copy(memoryview(raw))
+    assert out[:PIECE_BYTES] == b"\1" * PIECE_BYTES
+    assert not filling.full
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -248,11 +257,11 @@ def test_a_stage_gives_what_it_took(seed: int) -> None:
         assert len(stage) == came - taken
 
 
-def test_a_stage_pours_what_a_filling_needs() -> None:
+@EACH_WAY
+def test_a_stage_pours_what_a_filling_needs(way: str) -> None:
     vector = bytes(range(100))
-    stage = UnreadBytes(joined(b"x", [memoryview(vector)], True)[1 + MAC_BYTES :] + b"next")
-    check = mac()
-    check.skip(1)
+    check = cipher(way, skip=1)
+    stage = UnreadBytes(joined(b"x", b"", [memoryview(vector)], way)[1 + check.nbytes :] + b"next")
     filling = Filling(memoryview(bytearray(100)), check)
     stage.pour(filling)
     assert filling.full

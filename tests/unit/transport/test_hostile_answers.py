@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError, TransportError, WireError
-from p2pdrl.transport.auth import new_nonce
-from p2pdrl.transport.http.headers import AnswerHead
 from p2pdrl.transport.protocol import Address
 
-from .liars import KEYS, PEER, Talk, client, listening, request_of
+from .answers import WRONG, answered
+from .conftest import CLIENT, OTHER_ID
+from .liars import OTHER_TLS, Talk, client, listening, request_of
 from .liars import ask as ask_over
-
-Answer = Callable[[str], bytes]
 
 
 async def ask(to: Address, deadline_s: float = 3.0) -> bytes:
@@ -26,76 +23,122 @@ async def ask(to: Address, deadline_s: float = 3.0) -> bytes:
         return await ask_over(transport, to, deadline_s)
 
 
-def once(answer: Answer) -> Talk:
-    """Answer the first request with bytes made from its nonce, then stay silent."""
+def once(answer: bytes) -> Talk:
+    """Answer the first request, then stay silent."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        _, nonce = await request_of(reader)
-        writer.write(answer(nonce))
+        await request_of(reader)
+        writer.write(answer)
         await writer.drain()
 
     return talk
 
 
-def made(
-    nonce: str,
-    *,
-    change: Callable[[AnswerHead], AnswerHead] = lambda head: head,
-    forge: Callable[[AnswerHead], AnswerHead] = lambda head: head,
-    status: str = "200 OK",
-    extra: str = "",
-    body: Callable[[bytes], bytes] = lambda body: body,
-) -> bytes:
-    """An answer, right in all that isn't overridden."""
-    head = AnswerHead(sender=PEER, meta_nbytes=4, vector_nbytes=6, nonce=new_nonce())
-    head = forge(change(head).sign(KEYS, nonce))
-    mac = KEYS.answer_pieces(nonce, head.nonce)
-    content = body(b"meta" + mac.of(b"meta") + b"vector" + mac.of(b"vector"))
-    lines = "".join(f"{name}: {value}\r\n" for name, value in head.to_headers().items())
-    return f"HTTP/1.1 {status}\r\n{lines}{extra}Content-Length: {len(content)}\r\n\r\n".encode() + content
-
-
 async def test_a_right_answer_is_taken() -> None:
-    async with listening(once(made)) as to:
+    async with listening(once(answered())) as to:
         assert await ask(to) == b"metavector"
 
 
-WRONG: dict[str, Answer] = {
-    "not HTTP": lambda _: b"SSH-2.0-OpenSSH_9.6\r\n\r\n",
-    "endless header line": lambda _: b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000,
-    "other content type": lambda _: (
-        b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 0\r\n\r\n"
-    ),
-    "no headers of ours": lambda _: (
-        b"HTTP/1.1 200 OK\r\nContent-Type: application/x-p2pdrl\r\nContent-Length: 0\r\n\r\n"
-    ),
-    "gzip": lambda n: made(n, extra="Content-Encoding: gzip\r\n"),
-    "redirect": lambda n: made(n, status="302 Found", extra="Location: http://169.254.169.254/\r\n"),
-    "no mac": lambda n: made(n, forge=lambda head: replace(head, mac="")),
-    "forged length": lambda n: made(n, forge=lambda head: replace(head, vector_nbytes=5)),
-    "answer to another request": lambda _: made(new_nonce()),
-    "another node": lambda n: made(n, change=lambda head: replace(head, sender="c" * 32)),
-    "huge metadata": lambda n: made(n, change=lambda head: replace(head, meta_nbytes=10**12)),
-    "huge vector": lambda n: made(n, change=lambda head: replace(head, vector_nbytes=10**12)),
-    "unwanted vector": lambda n: made(
-        n, change=lambda head: replace(head, vector_nbytes=101), body=lambda body: body + bytes(95)
-    ),
-    "longer body": lambda n: made(n, body=lambda body: body + b"x"),
-    "changed metadata": lambda n: made(n, body=lambda body: b"M" + body[1:]),
-    "changed vector": lambda n: made(n, body=lambda body: body[:20] + b"V" + body[21:]),
+WRONG_ANSWERS: dict[str, bytes] = {
+    **WRONG,
+    "gzip": answered(extra="Content-Encoding: gzip\r\n"),
+    "another length": answered(change=lambda head: replace(head, vector_nbytes=5)),
+    "huge metadata": answered(change=lambda head: replace(head, meta_nbytes=10**12)),
+    "huge vector": answered(change=lambda head: replace(head, vector_nbytes=10**12)),
+    "unwanted vector": answered(vector=bytes(101)),
+    "longer body": answered(body=lambda body: body + b"x"),
+    "another's name": answered(change=lambda head: replace(head, sender=OTHER_ID)),
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", WRONG_ANSWERS)
 async def test_wrong_answers_are_wire_errors(name: str) -> None:
-    async with listening(once(WRONG[name])) as to:
+    async with listening(once(WRONG_ANSWERS[name])) as to:
         with pytest.raises(WireError):
             await ask(to)
 
 
+async def test_nobody_answers_in_another_s_name() -> None:
+    async with listening(once(answered()), tls=OTHER_TLS) as to:
+        with pytest.raises(WireError, match=f"{OTHER_ID} answered in the name of"):
+            await ask(to)
+
+
+async def test_nobody_answers_in_place_of_another() -> None:
+    answer = answered(change=lambda head: replace(head, sender=OTHER_ID))
+    async with listening(once(answer), tls=OTHER_TLS) as to:
+        with pytest.raises(WireError, match=f"{OTHER_ID} answered in place of"):
+            await ask(to)
+        async with client() as transport:
+            with pytest.raises(WireError, match="isn't wanted"):
+                await transport.call(to, None, "any", b"", deadline_s=3)
+    async with (
+        listening(
+            once(answered(vector=b"", change=lambda h: replace(h, sender=OTHER_ID))), tls=OTHER_TLS
+        ) as to,
+        client() as transport,
+    ):
+        assert (await transport.call(to, None, "any", b"", deadline_s=3)).sender == OTHER_ID
+
+
+async def test_each_answer_on_a_kept_connection_is_checked() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request_of(reader)
+        writer.write(answered())
+        await request_of(reader)
+        writer.write(answered(change=lambda head: replace(head, sender=OTHER_ID)))
+
+    async with listening(talk) as to, client() as transport:
+        assert await ask_over(transport, to) == b"metavector"
+        with pytest.raises(WireError, match="in the name of"):
+            await ask_over(transport, to)
+
+
+async def test_a_peer_of_another_swarm_is_told_from_its_certificate() -> None:
+    strangers = CLIENT.tls([b"another key"]).server
+    async with listening(once(answered()), tls=strangers) as to:
+        for lane in ("probe", "bulk"):
+            async with client() as transport:
+                with pytest.raises(PeerRefusedError, match="--swarm-key-file") as info:
+                    await ask_over(transport, to, lane=lane)
+                assert info.value.status == 403
+                assert "another swarm" in info.value.reason
+
+
+async def test_a_peer_without_tls_is_nobody_for_sure() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+
+    async with listening(talk, tls=None) as to:
+        with pytest.raises(PeerRefusedError, match="without TLS") as info:
+            await ask(to)
+        assert info.value.status == 503
+
+
+async def test_a_peer_that_hangs_up_in_the_handshake_is_unreachable() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.close()
+
+    async with listening(talk, tls=None) as to:
+        with pytest.raises(PeerUnreachableError) as info:
+            await ask(to)
+        assert not info.value.sent
+
+
+async def test_keys_that_are_replaced_are_used_by_the_next_call() -> None:
+    """Also where a connection is kept that was good with the old ones."""
+    async with listening(once(answered())) as to, client() as transport:
+        assert await ask_over(transport, to) == b"metavector"
+        transport.use_keys([b"another key"], anew=False)
+        with pytest.raises(PeerRefusedError, match="--swarm-key-file"):
+            await ask_over(transport, to)
+
+
 async def test_an_answer_that_breaks_off_is_a_wire_error() -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await once(lambda nonce: made(nonce)[:-5])(reader, writer)
+        await once(answered()[:-5])(reader, writer)
         writer.close()
 
     async with listening(talk) as to:
@@ -113,11 +156,11 @@ async def test_a_connection_that_breaks_before_the_answer() -> None:
             await ask(to)
 
 
-SLOW: dict[str, Answer] = {
-    "silent": lambda _: b"",
-    "half a header": lambda n: made(n)[:50],
-    "no body": lambda n: made(n).partition(b"\r\n\r\n")[0] + b"\r\n\r\n",
-    "half a vector": lambda n: made(n)[:-5],
+SLOW: dict[str, bytes] = {
+    "silent": b"",
+    "half a header": answered()[:50],
+    "no body": answered().partition(b"\r\n\r\n")[0] + b"\r\n\r\n",
+    "half a vector": answered()[:-5],
 }
 
 
@@ -128,6 +171,15 @@ async def test_slow_answers_meet_a_deadline(name: str) -> None:
         with pytest.raises(PeerTimeoutError):
             await ask(to, deadline_s=0.3)
     assert time.monotonic() - started < 2.0
+
+
+async def test_a_handshake_that_isn_t_answered_meets_the_deadline() -> None:
+    async def talk(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async with listening(talk, tls=None) as to:
+        with pytest.raises(PeerTimeoutError):
+            await ask(to, deadline_s=0.3)
 
 
 async def test_endless_interim_answers_meet_the_deadline() -> None:
@@ -146,7 +198,7 @@ async def test_endless_interim_answers_meet_the_deadline() -> None:
 async def test_a_refusal_is_cut_and_made_printable() -> None:
     text = b"\x1b[31m<script>\0\xff" + b"x" * 1_000_000
     head = f"HTTP/1.1 403 Forbidden\r\nContent-Length: {len(text)}\r\n\r\n".encode()
-    async with listening(once(lambda _: head + text)) as to:
+    async with listening(once(head + text)) as to:
         with pytest.raises(PeerRefusedError) as info:
             await ask(to)
     assert info.value.status == 403
@@ -155,7 +207,7 @@ async def test_a_refusal_is_cut_and_made_printable() -> None:
 
 
 async def test_a_stalled_refusal_is_still_a_refusal() -> None:
-    async with listening(once(lambda _: b"HTTP/1.1 429 Slow Down\r\nContent-Length: 100\r\n\r\nbusy")) as to:
+    async with listening(once(b"HTTP/1.1 429 Slow Down\r\nContent-Length: 100\r\n\r\nbusy")) as to:
         with pytest.raises(PeerRefusedError, match="busy"):
             await ask(to)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,12 +12,20 @@ from typing import Any
 
 import pytest
 
-from p2pdrl.transport.auth import format_time, new_nonce
+from p2pdrl.clock import SystemClock
+from p2pdrl.errors import PeerRefusedError
+from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.limits import PIECE_BYTES
+from p2pdrl.transport.opening import HELLO, TOKEN_BYTES
 from p2pdrl.transport.protocol import Address, Incoming, Reply
+from p2pdrl.transport.tls import client_context
+
+from .conftest import CLIENT, CLIENT_TLS, KEY, OTHER_ID, OTHER_TLS, SERVER_ID, Ends, answer_of, until
+from .conftest import until_closed as ended
 
 Served = Any
 Send = Callable[[Served], bytes]
+Tls = ssl.SSLContext | None
 BIG = bytes(range(256)) * (PIECE_BYTES // 256) + b"tail"
 
 
@@ -33,36 +42,23 @@ REFUSED: dict[str, tuple[int, Send]] = {
     "host with a user": (403, lambda s: s.request(headers={"Host": "127.0.0.1@evil.example"})),
     "foreign origin": (403, lambda s: s.request(headers={"Origin": "http://evil.example"})),
     "null origin": (403, lambda s: s.request(headers={"Origin": "null"})),
-    "own origin": (403, lambda s: s.request(headers={"Origin": f"http://{s.address}"})),
+    "own origin": (403, lambda s: s.request(headers={"Origin": f"https://{s.address}"})),
     "GET": (405, lambda s: s.request(method="GET", headers={"Content-Length": "0"}, body=lambda _: b"")),
     "pickle": (415, lambda s: s.request(headers={"Content-Type": "application/python-pickle"})),
     "no content type": (415, lambda s: s.request(headers={"Content-Type": None})),
     "gzip": (415, lambda s: s.request(headers={"Content-Encoding": "gzip"})),
     "identity": (415, lambda s: s.request(headers={"Content-Encoding": "identity"})),
+    "no protocol": (400, lambda s: s.request(headers={"P2PDRL-Protocol": None})),
     "no sender": (400, lambda s: s.request(headers={"P2PDRL-Sender": None})),
     "bad sender": (400, lambda s: s.request(headers={"P2PDRL-Sender": "<script>"})),
     "negative length": (400, lambda s: s.request(headers={"P2PDRL-Meta-Length": "-1"})),
     "huge number": (400, lambda s: s.request(headers={"P2PDRL-Vector-Length": "9" * 4000})),
     "unicode digits": (400, lambda s: s.request(headers={"P2PDRL-Meta-Length": "٣"})),
-    "nan time": (400, lambda s: s.request(headers={"P2PDRL-Time": "nan"})),
-    "short nonce": (400, lambda s: s.request(headers={"P2PDRL-Nonce": "ab"})),
     "other protocol": (403, lambda s: s.request(change=lambda h: replace(h, protocol=99))),
     "wrong swarm": (403, lambda s: s.request(change=lambda h: replace(h, swarm="0123456789abcdef"))),
     "wrong target": (403, lambda s: s.request(change=lambda h: replace(h, target="c" * 32))),
-    "no mac": (401, lambda s: s.request(forge=lambda h: replace(h, mac=""))),
-    "bad mac": (401, lambda s: s.request(forge=lambda h: replace(h, mac="0" * 64))),
-    "forged sender": (401, lambda s: s.request(forge=lambda h: replace(h, sender="c" * 32))),
-    "forged target": (401, lambda s: s.request(forge=lambda h: replace(h, target="-"))),
-    "forged nonce": (401, lambda s: s.request(forge=lambda h: replace(h, nonce=new_nonce()))),
-    "forged path": (401, lambda s: s.request(forge=lambda h: replace(h, path="/p2p/take?x=1"))),
-    "clock behind": (
-        401,
-        lambda s: s.request(change=lambda h: replace(h, time=format_time(s.clock.wall() - 61))),
-    ),
-    "clock ahead": (
-        401,
-        lambda s: s.request(change=lambda h: replace(h, time=format_time(s.clock.wall() + 61))),
-    ),
+    "another's name": (403, lambda s: s.request(change=lambda h: replace(h, sender=OTHER_ID))),
+    "our own name": (403, lambda s: s.request(change=lambda h: replace(h, sender=SERVER_ID))),
     "unknown route": (404, lambda s: s.request(route="other")),
     "path traversal": (404, lambda s: s.request(route="../v1/echo")),
     "metadata too long": (413, lambda s: s.request(bytes(4097))),
@@ -71,38 +67,77 @@ REFUSED: dict[str, tuple[int, Send]] = {
     "parts over-declared": (400, lambda s: s.request(change=lambda h: replace(h, vector_nbytes=4))),
     "parts under-declared": (413, lambda s: s.request(b"abc", change=lambda h: replace(h, meta_nbytes=2))),
     "body longer": (413, lambda s: s.request(b"abc", body=lambda body: body + b"more")),
-    "tampered metadata": (400, lambda s: s.request(b"abc", body=lambda body: b"x" + body[1:])),
-    "tampered piece": (400, lambda s: s.request(b"", BIG, body=lambda body: body[:500] + b"!" + body[501:])),
-    "tampered last piece": (
-        400,
-        lambda s: s.request(b"", BIG, body=lambda body: body[:-18] + b"!!" + body[-16:]),
-    ),
-    "tampered mac": (400, lambda s: s.request(b"", BIG, body=lambda body: body[:-1] + b"!")),
-    "swapped pieces": (400, lambda s: s.request(b"", BIG[:PIECE_BYTES] * 2, body=_swap)),
+    "body shorter": (400, lambda s: s.request(b"abc", body=lambda body: body[:-1])),
 }
 
 
-def _swap(body: bytes) -> bytes:
-    first, second = body[16 : 16 + PIECE_BYTES + 16], body[16 + PIECE_BYTES + 16 :]
-    return body[:16] + second + first
-
-
 @pytest.mark.parametrize("name", REFUSED)
-async def test_what_is_refused(served: Served, name: str) -> None:
+async def test_what_is_refused(patient: Served, name: str) -> None:
     status, make = REFUSED[name]
-    before = sum(served.transport.counters.refused.values())
-    assert (await served.send(make(served)))[0] == status
-    assert not served.taken
+    before = sum(patient.transport.counters.refused.values())
+    assert (await patient.send(make(patient)))[0] == status
+    assert not patient.taken
     if name != "no host":  # aiohttp's parser answers that one
-        assert served.transport.counters.refused[status] == 1
-        assert sum(served.transport.counters.refused.values()) == before + 1
-    assert (await served.send(served.request(b"ok")))[0] == 200
+        assert patient.transport.counters.refused[status] == 1
+        assert sum(patient.transport.counters.refused.values()) == before + 1
+    assert (await patient.send(patient.request(b"ok")))[0] == 200
 
 
-async def test_an_older_version_is_told_what_to_do(served: Served) -> None:
-    status, text = await served.send(served.request(change=lambda head: replace(head, protocol=1)))
+async def test_an_older_version_is_told_what_to_do(patient: Served) -> None:
+    status, text = await patient.send(patient.request(change=lambda head: replace(head, protocol=3)))
     assert status == 403
-    assert "this node speaks protocol 3, yours 1: install the same p2pdrl on both machines" in text
+    assert "this node speaks protocol 4, yours 3: install the same p2pdrl on both machines" in text
+
+
+@pytest.mark.parametrize("tls", [None, client_context([KEY])], ids=["in the open", "no certificate"])
+@pytest.mark.parametrize("path", ["/p2p/take", "/p2p-stream", "/p2p-pipe/take"])
+async def test_nobody_is_believed_without_a_certificate(patient: Served, path: str, tls: Tls) -> None:
+    status, text = await patient.send(patient.request(path=path), tls)
+    assert status == 401
+    assert "TLS" in text
+    assert "certificate" in text
+    assert not patient.taken
+    assert patient.transport.counters.refused == {401: 1}
+
+
+async def test_each_member_speaks_in_its_own_name(patient: Served) -> None:
+    seen: list[str] = []
+
+    async def who(incoming: Incoming) -> Reply:
+        seen.append(incoming.sender)
+        return Reply(b"")
+
+    patient.transport.serve("who", who)
+    as_other = patient.request(route="who", change=lambda head: replace(head, sender=OTHER_ID))
+    assert (await patient.send(as_other, OTHER_TLS))[0] == 200
+    status, text = await patient.send(as_other, CLIENT_TLS)
+    assert status == 403
+    assert "can't speak in the name of" in text
+    assert (await patient.send(patient.request(route="who"), OTHER_TLS))[0] == 403
+    assert seen == [OTHER_ID]
+
+
+async def test_a_caller_with_another_key_comes_to_nothing(
+    patient: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    stranger = CLIENT.tls([b"another key", KEY])  # believes us, but shows a certificate of another swarm
+    raw = patient.request(b"meta")
+    assert await patient.closes_within(raw, 3.0, stranger.client) == b""
+    assert not patient.taken
+    await until(lambda: patient.transport.counters.failed_handshakes == 1)
+    await until(lambda: patient.listener.connections == 0)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "path", ["/p2p-stream?x=1", "/p2p%2Dstream", "/p2p-pipe/take?x=1", "/p2p%2Dpipe/take"]
+)
+async def test_a_path_may_be_written_in_other_ways(
+    patient: Served, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    status, _ = await patient.send(patient.request(path=path))
+    assert status == (200 if "stream" in path else 404)
+    assert not caplog.records
 
 
 async def test_a_pickle_is_not_executed(served: Served) -> None:
@@ -115,23 +150,6 @@ async def test_a_pickle_is_not_executed(served: Served) -> None:
     for kind in ("application/octet-stream", "application/zip", "application/x-python-pickle"):
         status, _ = await served.send(f"{head}Content-Type: {kind}\r\n\r\n".encode() + raw)
         assert status == 415
-    assert not served.taken
-
-
-async def test_a_replay_is_refused(served: Served) -> None:
-    raw = served.request(b"once")
-    assert (await served.send(raw))[0] == 200
-    status, reason = await served.send(raw)
-    assert (status, reason) == (409, "this request was seen before")
-    assert len(served.taken) == 1
-
-
-async def test_a_replay_is_refused_when_it_became_stale(served: Served) -> None:
-    raw = served.request(b"once")
-    served.clock.offset_s = 61.0
-    status, reason = await served.send(raw)
-    assert status == 401
-    assert "61 s behind ours" in reason
     assert not served.taken
 
 
@@ -162,58 +180,92 @@ async def test_broken_chunks_and_truncated_bodies_are_refused(
     assert not caplog.records
 
 
-async def test_a_caller_that_hangs_up_in_the_body_does_no_harm(served: Served) -> None:
-    _, writer = await asyncio.open_connection(served.address.host, served.address.port)
-    writer.write(served.request(b"meta", BIG)[:-1000])
+async def test_a_caller_that_hangs_up_in_the_body_does_no_harm(patient: Served) -> None:
+    _, writer = await patient.connect()
+    writer.write(patient.request(b"meta", BIG)[:-1000])
     await writer.drain()
     writer.close()
     await writer.wait_closed()
-    assert (await served.send(served.request(b"ok")))[0] == 200
-    assert served.taken == [b""]
+    assert (await patient.send(patient.request(b"ok")))[0] == 200
+    assert patient.taken == [b""]
 
 
-SLOW: dict[str, Send] = {
-    "silent": lambda _: b"",
-    "half a request line": lambda _: b"POST /p2p/ta",
-    "half a header": lambda s: s.request()[:60],
-    "header without its end": lambda s: s.request().partition(b"\r\n\r\n")[0],
-    "no body": lambda s: s.request(b"meta").partition(b"\r\n\r\n")[0] + b"\r\n\r\n",
-    "half a vector": lambda s: s.request(b"", BIG)[:-1000],
-    "half an API body": lambda s: (
-        f"POST /v1/echo HTTP/1.1\r\nHost: {s.address}\r\nContent-Length: 9\r\n\r\nabc".encode()
+def client_hello() -> bytes:
+    """The first bytes of a caller that speaks TLS."""
+    came, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
+    connection = CLIENT_TLS.wrap_bio(came, sent)
+    with pytest.raises(ssl.SSLWantReadError):
+        connection.do_handshake()
+    return sent.read()
+
+
+SLOW: dict[str, tuple[Tls, Send]] = {
+    "silent": (None, lambda _: b""),
+    "first byte of a handshake": (None, lambda _: client_hello()[:1]),
+    "half a handshake": (None, lambda _: client_hello()[:100]),
+    "handshake that isn't finished": (None, lambda _: client_hello()),
+    "first byte of a hello": (None, lambda _: HELLO[:1]),
+    "half a hello": (None, lambda _: HELLO[:5]),
+    "hello without a whole token": (None, lambda _: HELLO + bytes(TOKEN_BYTES - 1)),
+    "half a request line in the open": (None, lambda _: b"POST /v1/ec"),
+    "half an API body": (
+        None,
+        lambda s: f"POST /v1/echo HTTP/1.1\r\nHost: {s.address}\r\nContent-Length: 9\r\n\r\nabc".encode(),
     ),
+    "silent after the handshake": (CLIENT_TLS, lambda _: b""),
+    "half a request line": (CLIENT_TLS, lambda _: b"POST /p2p/ta"),
+    "half a header": (CLIENT_TLS, lambda s: s.request()[:60]),
+    "header without its end": (CLIENT_TLS, lambda s: s.request().partition(b"\r\n\r\n")[0]),
+    "no body": (CLIENT_TLS, lambda s: s.request(b"meta").partition(b"\r\n\r\n")[0] + b"\r\n\r\n"),
+    "half a vector": (CLIENT_TLS, lambda s: s.request(b"", BIG)[:-1000]),
 }
 
 
 @pytest.mark.parametrize("name", SLOW)
-async def test_slow_headers_and_stalled_bodies_are_closed(served: Served, name: str) -> None:
+async def test_slow_beginnings_and_stalled_bodies_are_closed(served: Served, name: str) -> None:
+    tls, make = SLOW[name]
     started = time.monotonic()
-    await served.closes_within(SLOW[name](served), 3.0)
+    await served.closes_within(make(served), 3.0, tls)
     assert time.monotonic() - started >= 0.1
     assert not served.taken
+    await until(lambda: served.listener.connections == 0)
 
 
-async def test_a_trickling_header_does_not_put_the_deadline_off(served: Served) -> None:
-    reader, writer = await asyncio.open_connection(served.address.host, served.address.port)
+TRICKLES: dict[str, tuple[Tls, Send]] = {
+    "header": (CLIENT_TLS, lambda s: s.request()),
+    "header in the open": (None, lambda s: f"GET /v1/echo HTTP/1.1\r\nHost: {s.address}\r\n\r\n".encode()),
+    "handshake": (None, lambda _: client_hello()),
+    "hello": (None, lambda _: HELLO + bytes(TOKEN_BYTES)),
+}
+
+
+@pytest.mark.parametrize("name", TRICKLES)
+async def test_a_trickle_does_not_put_the_deadline_off(served: Served, name: str) -> None:
+    tls, make = TRICKLES[name]
+    reader, writer = await served.connect(tls)
 
     async def trickle() -> None:
-        for byte in served.request():
+        for byte in make(served):
             writer.write(bytes([byte]))
             await asyncio.sleep(0.02)
 
     task = asyncio.create_task(trickle())
     try:
-        ended = await asyncio.wait_for(asyncio.gather(reader.read(), return_exceptions=True), 3.0)
-        assert ended[0] == b"" or isinstance(ended[0], ConnectionResetError)
-        assert served.transport.counters.dropped_connections == 1
+        assert await asyncio.wait_for(ended(reader), 3.0) == b""
+        counters = served.transport.counters
+        assert counters.dropped_connections + counters.failed_handshakes == 1
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        writer.close()
+        await cancelled(task)
+        writer.transport.abort()
+
+
+async def cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_a_trickling_body_is_cut(served: Served) -> None:
-    reader, writer = await asyncio.open_connection(served.address.host, served.address.port)
+    reader, writer = await served.connect()
     raw = served.request(b"m" * 4000)
     writer.write(raw[: len(raw) - 3000])
 
@@ -224,26 +276,30 @@ async def test_a_trickling_body_is_cut(served: Served) -> None:
 
     task = asyncio.create_task(trickle())
     try:
-        ended = await asyncio.wait_for(asyncio.gather(reader.read(), return_exceptions=True), 3.0)
-        assert not isinstance(ended[0], bytes) or b"200 OK" not in ended[0]
+        assert b"200 OK" not in await asyncio.wait_for(ended(reader), 3.0)
         assert not served.taken
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        writer.close()
+        await cancelled(task)
+        writer.transport.abort()
 
 
 async def test_the_second_header_on_a_connection_has_a_deadline_too(served: Served) -> None:
-    reader, writer = await asyncio.open_connection(served.address.host, served.address.port)
+    answered = asyncio.Event()
+
+    async def give(_: Incoming) -> Reply:
+        return Reply(b"ok", on_end=lambda _: answered.set())
+
+    served.transport.serve("give", give)
+    reader, writer = await served.connect()
     try:
-        writer.write(served.request(b"ok"))
-        assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
-        await reader.readexactly(2 + 16)
+        writer.write(served.request(route="give"))
+        assert await answer_of(reader) == (200, b"ok")
+        await answered.wait()
         writer.write(served.request(b"half")[:80])
-        ended = await asyncio.wait_for(asyncio.gather(reader.read(), return_exceptions=True), 3.0)
-        assert ended[0] == b"" or isinstance(ended[0], ConnectionResetError)
+        assert await asyncio.wait_for(ended(reader), 3.0) == b""
+        assert served.transport.counters.dropped_connections == 1
     finally:
-        writer.close()
+        writer.transport.abort()
 
 
 async def test_a_caller_that_does_not_read_its_answer_is_cut(served: Served) -> None:
@@ -254,91 +310,162 @@ async def test_a_caller_that_does_not_read_its_answer_is_cut(served: Served) -> 
         return Reply(b"", vector, on_end=ends.append)
 
     served.transport.serve("give", give)
-    _, writer = await asyncio.open_connection(served.address.host, served.address.port, limit=1)
+    _, writer = await asyncio.open_connection(
+        served.address.host, served.address.port, limit=1, ssl=CLIENT_TLS
+    )
     try:
         writer.write(served.request(route="give"))
-        await _until(lambda: served.transport.counters.dropped_connections == 1)
+        await until(lambda: served.transport.counters.dropped_connections == 1)
     finally:
         writer.transport.abort()
-    await _until(lambda: ends == [False])
-    await _until(lambda: served.listener.connections == 0)
+    await until(lambda: ends == [False])
+    await until(lambda: served.listener.connections == 0)
 
 
 async def test_an_idle_connection_is_kept(served: Served) -> None:
-    reader, writer = await asyncio.open_connection(served.address.host, served.address.port)
+    reader, writer = await served.connect()
     try:
         for _ in range(2):
             writer.write(served.request(b"ok"))
-            assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
-            await reader.readexactly(2 + 16)
+            assert await answer_of(reader) == (200, b"ok")
             await asyncio.sleep(0.3)  # twice the header deadline
     finally:
-        writer.close()
+        writer.transport.abort()
     assert len(served.taken) == 2
 
 
-async def _until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not true():  # noqa: ASYNC110 - the listener has nothing to wait on
-            await asyncio.sleep(0.005)
+# How many
 
 
-async def test_connections_are_capped(served: Served) -> None:
-    held = [await asyncio.open_connection(served.address.host, served.address.port) for _ in range(8)]
+def let_go(held: list[Ends]) -> None:
+    for _, writer in held:
+        writer.transport.abort()
+
+
+STRANGERS: dict[str, tuple[Tls, Send]] = {
+    "silent": (None, lambda _: b""),
+    "half a handshake": (None, lambda _: client_hello()),
+    "half a hello": (None, lambda _: HELLO),
+    "half a header": (None, lambda _: b"GET /v1/echo HTTP/1.1\r\n"),
+    "a request to the API": (
+        None,
+        lambda s: f"GET /v1/echo HTTP/1.1\r\nHost: {s.address}\r\n\r\n".encode(),
+    ),
+    "TLS without a request": (CLIENT_TLS, lambda _: b""),
+    "a call without a certificate": (client_context([KEY]), lambda s: s.request()),
+    "a call in another's name": (OTHER_TLS, lambda s: s.request()),
+}
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+async def test_who_has_proven_nothing_gives_way_oldest_first(patient: Served, name: str) -> None:
+    tls, make = STRANGERS[name]
+    counters = patient.transport.counters
+    held: list[Ends] = []
     try:
-        await _until(lambda: served.listener.connections == 8)
-        got = await served.closes_within(b"", 3.0)
-        assert got.startswith(b"HTTP/1.1 429 ")
-        assert served.transport.counters.refused_connections == 1
+        for count in range(1, 9):
+            held.append(await patient.connect(tls))
+            held[-1][1].write(make(patient))
+            await until(lambda: patient.listener.connections == count)  # noqa: B023
+        assert counters.displaced_connections == 0
+        assert (await patient.send(patient.request(b"ok"))) == (200, "ok")
+        assert counters.displaced_connections == 1
+        await asyncio.wait_for(ended(held[0][0]), 3.0)
+        assert not held[1][0].at_eof()
+        await until(lambda: patient.listener.connections == 7)
+        assert counters.refused_connections == 0
     finally:
-        for _, writer in held:
-            writer.close()
-    await _until(lambda: served.listener.connections == 0)
-    assert (await served.send(served.request(b"ok")))[0] == 200
+        let_go(held)
+    await until(lambda: patient.listener.connections == 0)
 
 
-async def test_a_flood_by_one_peer_leaves_others_served(served: Served) -> None:
-    statuses = [(await served.send(served.request(b"x")))[0] for _ in range(45)]
+async def test_who_has_proven_to_be_a_member_is_kept(patient: Served) -> None:
+    held = [await patient.connect() for _ in range(8)]
+    caller = HttpTransport(CLIENT.node_id, "default", CLIENT.tls([KEY]), clock=SystemClock())
+    await caller.start()
+    try:
+        for reader, writer in held:
+            writer.write(patient.request(b"ok"))
+            assert await answer_of(reader) == (200, b"ok")
+        got = await patient.closes_within(b"", 3.0, None)
+        assert got.startswith(b"HTTP/1.1 429 ")
+        assert got.endswith(b"too many connections")
+        with pytest.raises(PeerRefusedError, match=r"503: .* too many connections") as info:
+            await caller.call(patient.address, SERVER_ID, "take", b"", deadline_s=3)
+        assert info.value.status == 503, "neither a sign of life nor of another swarm"
+        assert patient.transport.counters.refused_connections == 2
+        assert patient.transport.counters.displaced_connections == 0
+        for reader, writer in held:
+            writer.write(patient.request(b"still here"))
+            assert await answer_of(reader) == (200, b"still here")
+    finally:
+        let_go(held)
+        await caller.close()
+    await until(lambda: patient.listener.connections == 0)
+    assert (await patient.send(patient.request(b"ok")))[0] == 200
+
+
+async def test_a_crowd_of_strangers_keeps_no_member_out(patient: Served) -> None:
+    reader, writer = await patient.connect()
+    held: list[Ends] = []
+    try:
+        for _ in range(3):
+            writer.write(patient.request(b"member"))
+            assert await answer_of(reader) == (200, b"member")
+            held += [await patient.connect(None) for _ in range(20)]
+            assert (await patient.send(patient.request(b"newcomer")))[0] == 200
+        assert patient.transport.counters.refused_connections == 0
+        assert patient.listener.connections <= 8
+    finally:
+        let_go(held)
+        writer.transport.abort()
+
+
+async def test_a_flood_by_one_peer_leaves_others_served(patient: Served) -> None:
+    statuses = [(await patient.send(patient.request(b"x")))[0] for _ in range(45)]
     assert statuses.count(200) == 40
     assert statuses[40:] == [429] * 5
-    probe = served.request(b"x", change=lambda head: replace(head, sender="d" * 32))
-    assert (await served.send(probe))[0] == 200
+    probe = patient.request(b"x", change=lambda head: replace(head, sender=OTHER_ID))
+    assert (await patient.send(probe, OTHER_TLS))[0] == 200
 
 
-async def test_a_flood_of_bad_requests_is_told_429(served: Served) -> None:
-    bad = [
-        (await served.send(served.request(forge=lambda h: replace(h, mac="0" * 64))))[0] for _ in range(42)
-    ]
+async def test_a_flood_of_bad_requests_is_told_429(patient: Served) -> None:
+    bad = [(await patient.send(patient.request(), None))[0] for _ in range(42)]
     assert bad == [401] * 40 + [429] * 2
-    assert (await served.send(served.request(b"x")))[0] == 200
+    assert (await patient.send(patient.request(b"x")))[0] == 200
+
+
+OVER = pytest.mark.parametrize("tls", [None, client_context([KEY])], ids=["in the open", "over TLS"])
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "HEAD"])
-async def test_the_api_is_guarded_for_every_method(served: Served, method: str) -> None:
+@OVER
+async def test_the_api_is_guarded_for_every_method(served: Served, method: str, tls: Tls) -> None:
     for extra in ("Host: evil.example\r\n", f"Host: {served.address}\r\nOrigin: http://evil.example\r\n"):
         raw = f"{method} /v1/echo HTTP/1.1\r\n{extra}Connection: close\r\n\r\n".encode()
-        assert (await served.closes_within(raw, 3.0)).startswith(b"HTTP/1.1 403 ")
+        assert (await served.closes_within(raw, 3.0, tls)).startswith(b"HTTP/1.1 403 ")
 
 
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "[::1]:7600", "localhost:1", "LOCALHOST", "node.lan:7600", "Node.Lan."]
 )
-async def test_our_own_names_and_origin_may_use_the_api(served: Served, host: str) -> None:
-    headers = f"Host: {host}\r\nOrigin: http://{host}\r\nConnection: close"
+@OVER
+async def test_our_own_names_and_origin_may_use_the_api(served: Served, host: str, tls: Tls) -> None:
+    headers = f"Host: {host}\r\nOrigin: {'http' if tls is None else 'https'}://{host}\r\nConnection: close"
     raw = f"GET /v1/echo HTTP/1.1\r\n{headers}\r\n\r\n".encode()
-    assert (await served.closes_within(raw, 3.0)).startswith(b"HTTP/1.1 200 ")
+    assert (await served.closes_within(raw, 3.0, tls)).startswith(b"HTTP/1.1 200 ")
 
 
 async def test_api_bodies_are_bounded(served: Served) -> None:
     size = 2 << 20
     head = f"POST /v1/echo HTTP/1.1\r\nHost: {served.address}\r\nContent-Length: {size}\r\n\r\n".encode()
-    assert (await served.send(head + bytes(size)))[0] == 413
+    assert (await served.send(head + bytes(size), None))[0] == 413
 
 
 async def test_compressed_api_bodies_are_not_inflated(served: Served) -> None:
     headers = f"Host: {served.address}\r\nContent-Encoding: gzip\r\nContent-Length: 3"
     raw = f"POST /v1/echo HTTP/1.1\r\n{headers}\r\n\r\nabc".encode()
-    assert await served.send(raw) == (200, "abc")
+    assert await served.send(raw, None) == (200, "abc")
 
 
 def test_the_address_is_an_ip(served: Served) -> None:

@@ -22,8 +22,10 @@ from .pipes import KEYS, LONG_S, Writer, anywhere, end_and_socket, tcp_pair, two
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("keys", [None, KEYS], ids=["keyless", "keyed"])
-def test_whoever_reads_nothing_is_lost(seed: int, keys: tuple[bytes, bytes] | None) -> None:
+@pytest.mark.parametrize(
+    ("keys", "hides"), [(None, False), (KEYS, False), (KEYS, True)], ids=["in the open", "proven", "hidden"]
+)
+def test_whoever_reads_nothing_is_lost(seed: int, keys: tuple[bytes, bytes] | None, hides: bool) -> None:
     """Callers that come and go, so that the turn to read passes between them and the thread at any time."""
     count, sizes = 300, (0, 10, 5000, 70_000, 700_000)
 
@@ -50,7 +52,7 @@ def test_whoever_reads_nothing_is_lost(seed: int, keys: tuple[bytes, bytes] | No
                 time.sleep(rng.choice((0.0, 0.0005, 0.001, 0.0015)))
         return late
 
-    with two_ends(keys, SMALL) as (one, other), threads(4) as pool:
+    with two_ends(keys, SMALL, hides=hides) as (one, other), threads(4) as pool:
         tasks = [
             pool.submit(work, end, random.Random(10 * seed + index))
             for index, (work, end) in enumerate([(talk, one), (talk, other), (listen, one), (listen, other)])

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from p2pdrl.clock import SystemClock
 from p2pdrl.errors import PeerRefusedError
-from p2pdrl.transport.auth import format_time, new_nonce
-from p2pdrl.transport.http_transport import HttpTransport
+from p2pdrl.transport.opening import HELLO, OPENED
+from p2pdrl.transport.pipe.server import PipeAnswer
 from p2pdrl.transport.protocol import Refusal
 
-from .conftest import CLIENT_ID, KEY
-from .stages import Served, asking, in_use, opened, staged
-from .stream_callers import until
+from .conftest import OTHER, OTHER_ID, until
+from .stages import Served, asking, calling, in_use, opened, staged
 
 
 async def test_a_refusal_is_told_in_the_handlers_words(patient: Served) -> None:
@@ -36,24 +33,16 @@ REFUSED: dict[str, tuple[int, dict[str, Any]]] = {
     "foreign host": (403, {"headers": {"Host": "evil.example"}}),
     "foreign origin": (403, {"headers": {"Origin": "http://evil.example"}}),
     "no content type": (415, {"headers": {"Content-Type": None}}),
-    "no upgrade": (426, {"headers": {"Upgrade": None}}),
-    "a stream": (426, {"headers": {"Upgrade": "p2pdrl"}}),
     "a vector": (413, {"vector": b"vector"}),
     "too much metadata": (413, {"meta": bytes(101)}),
-    "changed metadata": (400, {"body": lambda body: b"H" + body[1:]}),
-    "metadata without a mac": (400, {"body": lambda body: body[:-16] + bytes(16)}),
+    "more than announced": (413, {"body": lambda body: body + b"x"}),
     "unknown route": (404, {"path": "/p2p-pipe/other"}),
     "a call's route": (404, {"path": "/p2p-pipe/take"}),
     "another method": (405, {"method": "GET"}),
     "other protocol": (403, {"change": lambda h: replace(h, protocol=99)}),
     "wrong swarm": (403, {"change": lambda h: replace(h, swarm="0123456789abcdef")}),
     "wrong target": (403, {"change": lambda h: replace(h, target="c" * 32)}),
-    "no mac": (401, {"forge": lambda h: replace(h, mac="")}),
-    "bad mac": (401, {"forge": lambda h: replace(h, mac="0" * 64)}),
-    "signed for a call": (401, {"forge": lambda h: replace(h, path="/p2p-pipe/stage"), "path": "/p2p/stage"}),
-    "forged sender": (401, {"forge": lambda h: replace(h, sender="c" * 32)}),
-    "forged nonce": (401, {"forge": lambda h: replace(h, nonce=new_nonce())}),
-    "clock behind": (401, {"change": lambda h: replace(h, time=format_time(time.time() - 61))}),
+    "another's name": (403, {"change": lambda h: replace(h, sender=OTHER_ID)}),
 }
 
 
@@ -76,31 +65,54 @@ async def test_a_pipes_route_takes_no_calls(patient: Served) -> None:
 
 async def test_a_request_opens_one_pipe(patient: Served) -> None:
     async with staged(patient) as (stage, _):
-        raw = asking(patient)
-        reader, writer = await asyncio.open_connection(patient.address.host, patient.address.port)
-        writer.write(raw)
-        assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).startswith(b"HTTP/1.1 101 ")
-        assert (await patient.send(raw))[0] == 409
+        status, body = await patient.exchange(asking(patient))
+        assert status == 200
+        answer = PipeAnswer.decode(body)
+        assert (answer.meta, stage.pipes) == (b"welcome", [])
+        hello = HELLO + answer.opening.token
+        reader, writer = await patient.connect(None)
+        writer.write(hello)
+        assert await asyncio.wait_for(reader.readexactly(1), 5) == OPENED
+        assert await patient.closes_within(hello, 3.0, None) == b""
         assert len(stage.asked) == len(stage.pipes) == 1
-        writer.close()
+        assert patient.transport.counters.refused_connections == 1
+        writer.transport.abort()
+
+
+async def test_a_caller_that_breaks_off_as_it_is_welcomed_is_told_to_the_handler(patient: Served) -> None:
+    """Its pipe counts until the handler closes it."""
+    async with staged(patient) as (stage, _):
+        for count in range(1, 10):
+            _, body = await patient.exchange(asking(patient))
+            _, writer = await patient.connect(None)
+            writer.write(HELLO + PipeAnswer.decode(body).opening.token)
+            writer.transport.abort()
+            await until(lambda: len(stage.pipes) == 1)
+            assert (len(stage.asked), in_use(patient)) == (count, 1)
+            stage.close()
+            assert in_use(patient) == 0
 
 
 async def test_another_key_is_refused(patient: Served) -> None:
-    async with staged(patient) as (stage, _):
-        liar = HttpTransport(CLIENT_ID, "default", b"another", clock=SystemClock())
-        await liar.start()
-        with pytest.raises(PeerRefusedError, match="401"):
-            await opened(patient, liar)
-        await liar.close()
+    async with staged(patient) as (stage, _), calling(patient, key=b"another") as stranger:
+        with pytest.raises(PeerRefusedError, match=r"403: .*--swarm-key-file"):
+            await opened(patient, stranger)
         assert not stage.asked
+
+
+async def test_who_wants_to_hide_is_obeyed(trusting: Served) -> None:
+    async with staged(trusting) as (stage, caller), calling(trusting, OTHER, hides=False) as other:
+        for node, hides in ((caller, True), (other, False)):
+            (await opened(trusting, node)).close()
+            await until(lambda: len(stage.pipes) == 1)
+            assert stage.pipes[0].ticket.hides is hides
+            stage.close()
 
 
 async def test_one_peer_has_a_few_pipes_only(serve_with: Any, quick: Any) -> None:
     limits = replace(quick, header_deadline_s=5.0, stall_deadline_s=5.0, max_pipes_per_peer=2, max_pipes=3)
     async for served in serve_with(limits):
-        async with staged(served) as (stage, caller):
-            other = HttpTransport("d" * 32, "default", KEY, clock=SystemClock(), limits=limits)
-            await other.start()
+        async with staged(served) as (stage, caller), calling(served, OTHER) as other:
             pipes = [await opened(served, caller) for _ in range(2)]
             with pytest.raises(PeerRefusedError, match="429: 2 pipes of yours"):
                 await opened(served, caller)
@@ -116,7 +128,6 @@ async def test_one_peer_has_a_few_pipes_only(serve_with: Any, quick: Any) -> Non
             pipes.append(await opened(served, caller))
             for pipe in pipes:
                 pipe.close()
-            await other.close()
         assert in_use(served) == 0
 
 

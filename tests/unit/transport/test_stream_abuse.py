@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from p2pdrl.transport.auth import MAC_BYTES, format_time, new_nonce
+from p2pdrl.transport.cipher import TAG_BYTES
 from p2pdrl.transport.framing import HEAD_BYTES, AnswerFrame, CallFrame
 from p2pdrl.transport.limits import PIECE_BYTES
+from p2pdrl.transport.opening import HELLO, OPENED, TOKEN_BYTES
 from p2pdrl.transport.protocol import Incoming, Reply
 
-from .stream_callers import BIG, Caller, Served, asking, stream, until
+from .conftest import OTHER_ID, SERVER_ID, until
+from .stream_callers import BIG, Caller, Served, asking, opened, promised, stream
 
 
 async def test_right_calls_are_served_one_after_another(patient: Served) -> None:
@@ -43,70 +44,112 @@ REFUSED: dict[str, tuple[int, dict[str, Any]]] = {
     "null origin": (403, {"headers": {"Origin": "null"}}),
     "no content type": (415, {"headers": {"Content-Type": None}}),
     "encoding": (415, {"headers": {"Content-Encoding": "gzip"}}),
-    "no upgrade": (405, {"headers": {"Upgrade": None}}),
-    "another protocol": (426, {"headers": {"Upgrade": "h2c"}}),
-    "a body": (413, {"headers": {"Content-Length": "4"}}),
-    "metadata": (413, {"change": lambda h: replace(h, meta_nbytes=1)}),
+    "GET": (405, {"method": "GET", "headers": {"Content-Length": None}}),
+    "a body": (413, {"body": lambda _: b"body"}),
+    "metadata": (413, {"meta": b"meta"}),
+    "a vector": (413, {"vector": b"vector"}),
+    "announced metadata": (413, {"change": lambda h: replace(h, meta_nbytes=1)}),
     "no sender": (400, {"headers": {"P2PDRL-Sender": None}}),
     "other protocol": (403, {"change": lambda h: replace(h, protocol=99)}),
     "wrong swarm": (403, {"change": lambda h: replace(h, swarm="0123456789abcdef")}),
     "wrong target": (403, {"change": lambda h: replace(h, target="c" * 32)}),
-    "no mac": (401, {"forge": lambda h: replace(h, mac="")}),
-    "bad mac": (401, {"forge": lambda h: replace(h, mac="0" * 64)}),
-    "signed for a post": (401, {"change": lambda h: replace(h, method="POST")}),
-    "forged sender": (401, {"forge": lambda h: replace(h, sender="c" * 32)}),
-    "forged nonce": (401, {"forge": lambda h: replace(h, nonce=new_nonce())}),
-    "clock behind": (401, {"change": lambda h: replace(h, time=format_time(time.time() - 61))}),
+    "another's name": (403, {"change": lambda h: replace(h, sender=OTHER_ID)}),
+    "our own name": (403, {"change": lambda h: replace(h, sender=SERVER_ID)}),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 async def test_streams_that_are_refused(patient: Served, name: str) -> None:
     status, changes = REFUSED[name]
-    assert (await patient.send(asking(patient, **changes)[1]))[0] == status
+    assert (await patient.send(asking(patient, **changes)))[0] == status
     assert patient.transport.counters.refused == {status: 1}
     async with stream(patient) as caller:
         assert (await caller.call(caller.frame(b"ok")))[0].status == 200
 
 
-async def test_an_opening_cannot_be_replayed(patient: Served) -> None:
-    _, raw = asking(patient)
-    reader, writer = await asyncio.open_connection(patient.address.host, patient.address.port)
-    writer.write(raw)
-    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
-    assert (await patient.send(raw))[0] == 409
-    writer.close()
+async def test_a_promise_is_kept_once(patient: Served) -> None:
+    opening = await promised(patient)
+    async with opened(patient, opening) as caller:
+        assert await patient.closes_within(HELLO + opening.token, 3.0, None) == b""
+        assert patient.transport.counters.refused_connections == 1
+        assert (await caller.call(caller.frame(b"ok")))[0].status == 200
 
 
-async def test_what_is_sent_before_the_answer_is_not_taken_for_calls(patient: Served) -> None:
-    evil = f"GET /v1/echo HTTP/1.1\r\nHost: {patient.address}\r\n\r\n".encode()
-    for extra in (b"\0\xff garbage", evil, CallFrame(4, 0, 0).encode() + b"take" + bytes(16)):
-        _, raw = asking(patient)
-        reader, writer = await asyncio.open_connection(patient.address.host, patient.address.port)
-        writer.write(raw + extra)
-        assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).startswith(b"HTTP/1.1 101 ")
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(reader.read(1), 0.05)
-        writer.close()
-    assert not patient.taken
+async def test_each_promise_is_a_stream_of_its_own(patient: Served) -> None:
+    openings = [await promised(patient) for _ in range(3)]
+    assert len({opening.token for opening in openings}) == 3
+    assert len({key for opening in openings for key in opening.keys or ()}) == 6
+    for opening in reversed(openings):
+        async with opened(patient, opening) as caller:
+            assert (await caller.call(caller.frame(b"ok")))[0].status == 200
+
+
+HELLOS: dict[str, Callable[[bytes], bytes]] = {
+    "an unknown token": lambda _: HELLO + bytes(TOKEN_BYTES),
+    "another version": lambda token: HELLO[:-1] + b"\3" + token,
+    "another program": lambda token: b"\0" * len(HELLO) + token,
+}
+
+
+@pytest.mark.parametrize("name", HELLOS)
+async def test_unknown_hellos_get_no_answer(patient: Served, name: str) -> None:
+    opening = await promised(patient)
+    assert await patient.closes_within(HELLOS[name](opening.token), 3.0, None) == b""
+    assert patient.transport.counters.refused_connections == 1
+    async with opened(patient, opening) as caller:
+        assert (await caller.call(caller.frame(b"ok")))[0].status == 200
+
+
+async def test_a_hello_in_small_portions(patient: Served) -> None:
+    opening = await promised(patient)
+    reader, writer = await patient.connect(None)
+    for byte in HELLO + opening.token:
+        writer.write(bytes([byte]))
+        await asyncio.sleep(0)
+    assert await asyncio.wait_for(reader.readexactly(1), 5) == OPENED
+    writer.transport.abort()
+
+
+@pytest.mark.parametrize("count", [1, len(HELLO), len(HELLO) + TOKEN_BYTES - 1])
+async def test_a_hello_that_breaks_off(patient: Served, count: int) -> None:
+    opening = await promised(patient)
+    reader, writer = await patient.connect(None)
+    writer.write((HELLO + opening.token)[:count])
+    writer.write_eof()
+    assert await asyncio.wait_for(reader.read(), 3.0) == b""
+    writer.transport.abort()
     await until(lambda: patient.listener.connections == 0)
+    async with opened(patient, opening) as caller:
+        assert (await caller.call(caller.frame(b"ok")))[0].status == 200
+
+
+async def test_calls_may_come_with_the_hello(patient: Served) -> None:
+    opening = await promised(patient)
+    reader, writer = await patient.connect(None)
+    caller = Caller(reader, writer)
+    caller.out, caller.into = opening.ciphers()
+    writer.write(HELLO + opening.token + caller.frame(b"early", b"vector"))
+    assert await asyncio.wait_for(reader.readexactly(1), 5) == OPENED
+    assert (await caller.answer())[1] == b"early"
+    assert patient.taken == [b"vector"]
+    writer.transport.abort()
 
 
 BAD: dict[str, tuple[int, Callable[[Caller], bytes]]] = {
     "garbage": (400, lambda _: b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"),
     "zeros": (400, lambda _: bytes(HEAD_BYTES)),
-    "an answer": (400, lambda c: AnswerFrame(200, 0, 0, False).encode() + c.out.of(b"")),
+    "an answer": (400, lambda _: AnswerFrame(200, 0, 0, False).encode() + bytes(TAG_BYTES)),
     "route of no bytes": (400, lambda c: c.frame(route=b"")),
     "vector beyond all bounds": (400, lambda _: CallFrame(4, 0, 0).encode()[:8] + b"\xff" * 8),
     "metadata too long": (413, lambda c: c.frame(bytes(70_000))),
     "metadata of 4 GB": (413, lambda _: CallFrame(4, 2**32 - 1, 0).encode() + b"take"),
     "vector too long": (413, lambda _: CallFrame(4, 0, 10**14).encode() + b"take"),
-    "no mac": (401, lambda _: CallFrame(4, 0, 0).encode() + b"take" + bytes(16)),
-    "changed metadata": (401, lambda c: c.frame(b"abc").replace(b"abc", b"abd")),
+    "no tag": (401, lambda _: CallFrame(4, 0, 0).encode() + b"take" + bytes(16)),
+    "changed metadata": (401, lambda c: _change(c.frame(b"abc"), HEAD_BYTES + 4)),
     "changed route": (401, lambda c: c.frame(b"abc", route=b"tako").replace(b"tako", b"take")),
     "changed piece": (400, lambda c: _change(c.frame(b"", BIG), 500)),
     "changed last piece": (400, lambda c: _change(c.frame(b"", BIG), -18)),
-    "changed mac": (400, lambda c: _change(c.frame(b"", BIG), -1)),
+    "changed tag": (400, lambda c: _change(c.frame(b"", BIG), -1)),
     "a frame left out": (401, lambda c: c.frame(b"first")[:0] + c.frame(b"second")),
     "swapped pieces": (400, lambda c: _swap(c.frame(b"", BIG[:PIECE_BYTES] * 2))),
 }
@@ -119,22 +162,24 @@ def _change(raw: bytes, at: int) -> bytes:
 
 
 def _swap(raw: bytes) -> bytes:
-    start = HEAD_BYTES + 4 + MAC_BYTES
-    middle = start + PIECE_BYTES + MAC_BYTES
+    start = HEAD_BYTES + 4 + TAG_BYTES
+    middle = start + PIECE_BYTES + TAG_BYTES
     return raw[:start] + raw[middle:] + raw[start:middle]
 
 
+@pytest.mark.parametrize("hides", [True, False], ids=["hidden", "proven"])
 @pytest.mark.parametrize("name", BAD)
-async def test_bad_frames_end_the_stream(patient: Served, name: str) -> None:
+async def test_bad_frames_end_the_stream(trusting: Served, name: str, hides: bool) -> None:
     status, make = BAD[name]
-    async with stream(patient) as caller:
+    async with stream(trusting, change=lambda head: replace(head, hides=hides)) as caller:
+        assert caller.out.hides is hides
         frame, reason = await caller.call(make(caller))
         assert (frame.status, frame.last) == (status, True)
         assert reason
         assert await caller.ended()
-    assert not patient.taken
-    assert patient.transport.counters.refused == {status: 1}
-    await until(lambda: patient.listener.connections == 0)
+    assert not trusting.taken
+    assert trusting.transport.counters.refused == {status: 1}
+    await until(lambda: trusting.listener.connections == 0)
 
 
 async def test_a_replayed_frame_is_refused(patient: Served) -> None:

@@ -11,8 +11,9 @@ from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError
 from p2pdrl.testing.fault_proxy import FaultProxy
 from p2pdrl.transport.http_transport import HttpTransport
 
+from .conftest import CLIENT, KEY
+
 WAIT_S = 10.0
-KEY, CALLER = b"the swarm's key", "a" * 32
 
 
 @pytest.mark.parametrize(
@@ -20,7 +21,7 @@ KEY, CALLER = b"the swarm's key", "a" * 32
     [("cut", PeerUnreachableError), ("hang", PeerTimeoutError), ("lose", PeerTimeoutError)],
 )
 async def test_a_node_s_transport_sees_the_right_failure(served, fault, error):
-    caller = HttpTransport(CALLER, "default", KEY, clock=SystemClock())
+    caller = HttpTransport(CLIENT.node_id, "default", CLIENT.tls([KEY]), clock=SystemClock())
     await caller.start()
     try:
         async with FaultProxy(served.address) as proxy:

@@ -61,6 +61,7 @@ TO = [
     StartStage(
         ORDER, (("previous", PipeTicket((b"k" * 32, b"q" * 32), b"left")), ("next", PipeTicket(None, b"")))
     ),
+    StartStage(ORDER, (("next", PipeTicket((b"k" * 32, b"q" * 32), hides=False)),)),
     StartStage(msgspec.structs.replace(ORDER, backend="torch", meeting=Rendezvous("127.0.0.1", 0))),
     Finish(3),
     Measure(4),

@@ -22,7 +22,7 @@ from p2pdrl.workers.protocol import frame
 
 from .orders import stage_order
 
-TICKET = PipeTicket(None, b"early")
+TICKET = PipeTicket(None, b"early", hides=False)
 LAYERS = (Layer("body.0", 0.001, 0.002, 64, 128),)
 
 

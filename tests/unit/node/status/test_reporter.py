@@ -278,7 +278,7 @@ async def test_the_view_before_and_after_the_parts_are_there(figures, full, even
         node_id="a" * 32,
         name="me",
         token="t" * 64,
-        swarm_key=b"secret key of the swarm",
+        swarm_keys=(b"secret key of the swarm",),
         open_metrics=False,
         data_dir="/data",
         events=events,

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from p2pdrl.clock import ManualClock, SystemClock
 from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError, WireError
+from p2pdrl.membership.identity import Identity
 from p2pdrl.strategies.pipeline.link_probe import ProbeServer, measure_link
 from p2pdrl.strategies.pipeline.messages import MAX_PROBE_BYTES, Probe
 from p2pdrl.testing.fault_proxy import FaultProxy
@@ -20,7 +21,10 @@ from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.protocol import Address, Answer
 
-KEY, SERVER, CALLER = b"the swarm's key", "b" * 32, "a" * 32
+KEY = b"the swarm's key"
+IDENTITIES = Identity(b"b" * 32), Identity(b"a" * 32)
+SERVER, CALLER = (identity.node_id for identity in IDENTITIES)
+SERVER_TLS, CALLER_TLS = (identity.tls([KEY]) for identity in IDENTITIES)
 ADDRESS = Address("127.0.0.1", 7700)
 EARLY_S = 0.5
 
@@ -192,7 +196,7 @@ async def test_a_vector_that_is_too_long_is_not_read():
 @pytest.mark.looptime
 async def test_over_a_network_in_memory():
     network = MemoryNetwork(delay_s=(0.05, 0.05))
-    one, other = (network.join(name, Address(name[0], 1)) for name in (CALLER, SERVER))
+    one, other = (network.join(name, Address(at, 1)) for name, at in ((CALLER, "a"), (SERVER, "b")))
     other.serve("stage", ProbeServer().serve_probe, max_vector_bytes=1 << 30)
     for node in (one, other):
         await node.start()
@@ -210,7 +214,7 @@ async def test_over_a_network_in_memory():
 async def served():
     """The address of a node that serves probes over TCP."""
     limits = TransportLimits()
-    transport = HttpTransport(SERVER, "default", KEY, clock=SystemClock(), limits=limits)
+    transport = HttpTransport(SERVER, "default", SERVER_TLS, clock=SystemClock(), limits=limits)
     app = web.Application(client_max_size=limits.max_api_body_bytes)
     transport.mount(app)
     transport.serve("stage", ProbeServer().serve_probe, max_vector_bytes=1 << 30)
@@ -224,7 +228,7 @@ async def served():
 
 @pytest.fixture
 async def caller():
-    transport = HttpTransport(CALLER, "default", KEY, clock=SystemClock())
+    transport = HttpTransport(CALLER, "default", CALLER_TLS, clock=SystemClock())
     await transport.start()
     yield transport
     await transport.close()

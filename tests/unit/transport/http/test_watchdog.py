@@ -1,101 +1,135 @@
-"""Connection caps, without sockets."""
+"""Which connections there is room for, without sockets."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
 from p2pdrl.clock import ManualClock
-from p2pdrl.transport.http.listener import Watchdog, Watched
+from p2pdrl.transport.http.listener import Watchdog
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.protocol import OTHER_PEERS, TrafficCounters
 
+LIMITS = TransportLimits(max_connections=4, max_connections_per_host=2, watchdog_tick_s=0.01)
 
-class FakeTransport(asyncio.Transport):
-    """Notes what is written and whether it was closed."""
 
-    def __init__(self, host: str) -> None:
-        super().__init__({"peername": (host, 1234)})
-        self.written = b""
-        self.closed = False
+class Known:
+    """A connection of which everything is known."""
 
-    def write(self, data: Any) -> None:
-        self.written += bytes(data)
+    def __init__(self, proven: bool = False) -> None:
+        self.proven = proven
+        self.slow = False
+        self.aborted = 0
+        self.looked_at_s: list[float] = []
 
-    def close(self) -> None:
-        self.closed = True
+    def too_slow(self, now_s: float) -> bool:
+        self.looked_at_s.append(now_s)
+        return self.slow
 
     def abort(self) -> None:
-        self.closed = True
+        self.aborted += 1
 
 
 @pytest.fixture
 def watchdog() -> Watchdog:
-    limits = TransportLimits(max_connections=4, max_connections_per_host=2)
-    return Watchdog(limits, ManualClock(), TrafficCounters())
+    return Watchdog(LIMITS, ManualClock(), TrafficCounters())
 
 
-def connect(watchdog: Watchdog, host: str) -> tuple[asyncio.Protocol, FakeTransport]:
-    protocol, transport = watchdog.factory(asyncio.Protocol)(), FakeTransport(host)
-    protocol.connection_made(transport)
-    return protocol, transport
+def admitted(watchdog: Watchdog, host: str, count: int = 1, proven: bool = True) -> list[Known]:
+    connections = [Known(proven) for _ in range(count)]
+    for connection in connections:
+        assert watchdog.admit(connection, host)
+    return connections
 
 
 def test_connections_are_capped_by_host_and_in_all(watchdog: Watchdog) -> None:
-    held = [connect(watchdog, "10.0.0.1")[0] for _ in range(2)]
-    _, third = connect(watchdog, "10.0.0.1")
-    assert third.closed
-    assert third.written.startswith(b"HTTP/1.1 429 ")
-    held += [connect(watchdog, host)[0] for host in ("10.0.0.2", "10.0.0.3")]
-    assert connect(watchdog, "10.0.0.4")[1].closed
+    held = admitted(watchdog, "10.0.0.1", 2)
+    assert not watchdog.admit(Known(), "10.0.0.1")
+    held += admitted(watchdog, "10.0.0.2") + admitted(watchdog, "10.0.0.3")
+    assert not watchdog.admit(Known(), "10.0.0.4")
     assert watchdog.counters.refused_connections == 2
-    for protocol in held:
-        protocol.connection_lost(None)
+    assert len(watchdog) == 4
+    for connection in held:
+        watchdog.forget(connection)
+        watchdog.forget(connection)
     assert len(watchdog) == 0
-    assert not connect(watchdog, "10.0.0.1")[1].closed
+    admitted(watchdog, "10.0.0.1", 2)
+    assert not any(connection.aborted for connection in held)
 
 
 def test_loopback_is_only_capped_in_all(watchdog: Watchdog) -> None:
-    closed = [connect(watchdog, "127.0.0.1")[1].closed for _ in range(5)]
-    assert closed == [False] * 4 + [True]
+    admitted(watchdog, "127.0.0.1", 4)
+    assert not watchdog.admit(Known(), "127.0.0.1")
+    assert not watchdog.admit(Known(), "::1")
 
 
-def test_a_refused_connection_is_deaf(watchdog: Watchdog) -> None:
-    for _ in range(4):
-        connect(watchdog, "::1")
-    protocol, transport = connect(watchdog, "::1")
-    protocol.data_received(b"GET / HTTP/1.1\r\n\r\n")
-    protocol.pause_writing()
-    protocol.resume_writing()
-    assert protocol.eof_received() is None
-    protocol.connection_lost(None)
-    assert transport.written.count(b"HTTP/1.1") == 1
+def test_a_host_that_has_too_many_displaces_nobody(watchdog: Watchdog) -> None:
+    held = admitted(watchdog, "10.0.0.1", 2, proven=False)
+    assert not watchdog.admit(Known(), "10.0.0.1")
+    assert not any(connection.aborted for connection in held)
+    assert watchdog.counters.displaced_connections == 0
+
+
+def test_who_has_proven_nothing_gives_way_oldest_first(watchdog: Watchdog) -> None:
+    first, second, third, fourth = held = admitted(watchdog, "127.0.0.1", 4, proven=False)
+    first.proven = True
+    fifth, sixth = (admitted(watchdog, "10.0.0.1", 1, proven=False)[0] for _ in range(2))
+    assert [connection.aborted for connection in held] == [0, 1, 1, 0]
+    assert len(watchdog) == 4
+    fourth.proven = fifth.proven = sixth.proven = True
+    assert not watchdog.admit(Known(), "10.0.0.2")
+    assert not watchdog.displace()
+    assert watchdog.counters.displaced_connections == 2
+    assert watchdog.counters.refused_connections == 1
+    for connection in (second, third):
+        watchdog.forget(connection)  # they end by and by
     assert len(watchdog) == 4
 
 
-def test_an_upgraded_connection_counts_and_is_watched_by_its_new_owner(watchdog: Watchdog) -> None:
-    class Borrower:
-        slow, aborted = False, False
-
-        def tick(self, now_s: float) -> bool:
-            return self.slow
-
-        def abort(self) -> None:
-            self.aborted = True
-
-    connection, borrower = connect(watchdog, "10.0.0.1")[0], Borrower()
-    assert isinstance(connection, Watched)
-    connection.hand_over(borrower)
+def test_a_connection_goes_on_as_another_object(watchdog: Watchdog) -> None:
+    arrived, stream = Known(), Known(proven=True)
+    assert watchdog.admit(arrived, "10.0.0.1")
+    assert watchdog.replace(arrived, stream)
     assert len(watchdog) == 1
-    assert not connection.too_slow(1e6)
-    borrower.slow = True
-    assert connection.too_slow(0.0)
-    connection.abort()
-    assert borrower.aborted
-    connection.connection_lost(None)
+    watchdog.forget(arrived)
+    assert len(watchdog) == 1
+    admitted(watchdog, "10.0.0.1")
+    assert not watchdog.admit(Known(), "10.0.0.1"), "it counts as its host's"
+    watchdog.forget(stream)
+    admitted(watchdog, "10.0.0.1")
+
+
+def test_a_connection_that_was_cut_meanwhile_does_not_go_on(watchdog: Watchdog) -> None:
+    arrived, stream = Known(), Known(proven=True)
+    assert watchdog.admit(arrived, "10.0.0.1")
+    assert watchdog.displace()
+    assert arrived.aborted
+    assert not watchdog.replace(arrived, stream)
     assert len(watchdog) == 0
+
+
+def test_all_can_be_cut(watchdog: Watchdog) -> None:
+    held = admitted(watchdog, "10.0.0.1") + admitted(watchdog, "10.0.0.2", proven=False)
+    watchdog.cut()
+    assert [connection.aborted for connection in held] == [1, 1]
+    assert len(watchdog) == 0
+    admitted(watchdog, "10.0.0.1", 2)
+
+
+async def test_all_are_looked_at_and_slow_ones_cut(watchdog: Watchdog) -> None:
+    slow, good = admitted(watchdog, "10.0.0.1", 2)
+    slow.slow = True
+    watchdog.start()
+    async with asyncio.timeout(5):
+        while len(good.looked_at_s) < 2:
+            await asyncio.sleep(0.005)
+            if slow.aborted:
+                watchdog.forget(slow)
+    watchdog.stop()
+    assert good.looked_at_s[0] == watchdog.clock.monotonic()
+    assert (slow.aborted, good.aborted) == (1, 0)
+    assert watchdog.counters.dropped_connections == 1
 
 
 def test_peers_beyond_the_bound_are_counted_together() -> None:

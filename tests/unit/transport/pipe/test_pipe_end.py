@@ -9,8 +9,8 @@ import time
 import numpy as np
 import pytest
 
-from p2pdrl.errors import PeerTimeoutError
-from p2pdrl.transport.auth import MAC_BYTES
+from p2pdrl.errors import PeerTimeoutError, WireError
+from p2pdrl.transport.cipher import TAG_BYTES
 from p2pdrl.transport.limits import PIECE_BYTES, PipeBounds
 from p2pdrl.transport.pipe.end import PipeEnd
 from p2pdrl.transport.pipe.frames import HEAD_BYTES
@@ -18,12 +18,18 @@ from p2pdrl.transport.pipe.frames import HEAD_BYTES
 from ..pipe_filling import SMALL, fill, threads
 from ..pipes import KEYS, LONG_S, Writer, anywhere, end_and_socket, tcp_pair, two_ends, until
 
+EACH_WAY = pytest.mark.parametrize(
+    ("keys", "hides"),
+    [(None, False), (KEYS, False), (KEYS, True)],
+    ids=["in the open", "proven", "hidden"],
+)
 
-@pytest.mark.parametrize("keys", [None, KEYS], ids=["keyless", "keyed"])
+
+@EACH_WAY
 @pytest.mark.parametrize("nbytes", [0, 1, 16 << 10, 600_000, PIECE_BYTES, 3 * PIECE_BYTES + 17])
-def test_messages_go_both_ways(keys: tuple[bytes, bytes] | None, nbytes: int) -> None:
+def test_messages_go_both_ways(keys: tuple[bytes, bytes] | None, hides: bool, nbytes: int) -> None:
     vector = np.random.default_rng(nbytes).bytes(nbytes)
-    with two_ends(keys) as (one, other):
+    with two_ends(keys, hides=hides) as (one, other):
         for number in range(1, 4):
             for end, peer in ((one, other), (other, one)):
                 assert end.send(number, b"meta", memoryview(vector), deadline_s=LONG_S) == number
@@ -31,8 +37,8 @@ def test_messages_go_both_ways(keys: tuple[bytes, bytes] | None, nbytes: int) ->
                 assert (message.kind, message.meta) == (number, b"meta")
                 assert bytes(message.vector or b"") == vector
         one.flush(deadline_s=LONG_S)
-        macs = 1 + -(-nbytes // PIECE_BYTES) if keys is not None else 0
-        expected = 3 * (HEAD_BYTES + 4 + nbytes + macs * MAC_BYTES)
+        tags = 1 + -(-nbytes // PIECE_BYTES) if keys is not None else 0
+        expected = 3 * (HEAD_BYTES + 4 + nbytes + tags * TAG_BYTES)
         assert one.bytes_out == other.bytes_in == expected
         assert one.open
         assert other.open
@@ -50,15 +56,37 @@ def test_vectors_in_parts_and_of_floats() -> None:
         assert np.array_equal(out, np.concatenate(parts))
 
 
-@pytest.mark.parametrize("keys", [None, KEYS], ids=["keyless", "keyed"])
+@EACH_WAY
 @pytest.mark.parametrize("nbytes", [5, 500])
 def test_vectors_in_more_parts_than_a_system_call_takes(
-    keys: tuple[bytes, bytes] | None, nbytes: int
+    keys: tuple[bytes, bytes] | None, hides: bool, nbytes: int
 ) -> None:
     parts = [bytes([index % 251]) * nbytes for index in range(5000)]
-    with two_ends(keys) as (one, other):
+    with two_ends(keys, hides=hides) as (one, other):
         one.send(1, vector=[memoryview(part) for part in parts], deadline_s=LONG_S)
         assert other.receive(deadline_s=LONG_S).vector == b"".join(parts)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(True, False), (False, True)])
+def test_both_ends_have_to_do_the_same(ours: bool, theirs: bool) -> None:
+    one, other = tcp_pair()
+    with (
+        PipeEnd(one, KEYS, hides=ours, into=anywhere) as first,
+        PipeEnd(other, KEYS[::-1], hides=theirs, into=anywhere) as second,
+    ):
+        first.send(1, b"meta", memoryview(b"vector"), deadline_s=LONG_S)
+        with pytest.raises(WireError, match="isn't authentic"):
+            second.receive(deadline_s=LONG_S)
+
+
+def test_vectors_are_hidden_or_not() -> None:
+    for hides in (True, False):
+        one, other = tcp_pair()
+        with other, PipeEnd(one, KEYS, hides=hides, into=anywhere) as end:
+            end.send(1, b"a word to be found", memoryview(b"a vector to be found"), deadline_s=LONG_S)
+            end.flush(deadline_s=LONG_S)
+            got = other.recv(end.bytes_out, socket.MSG_WAITALL)
+            assert (b"word to be" in got, b"vector to be" in got) == (not hides, not hides)
 
 
 def test_bytes_that_were_read_already_come_first() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pdrl.errors import WireError
-from p2pdrl.transport.auth import MAC_BYTES, PieceMac
+from p2pdrl.transport.cipher import TAG_BYTES, Cipher
 from p2pdrl.transport.limits import PIECE_BYTES
 from p2pdrl.transport.pipe.frames import (
     HEAD_BYTES,
@@ -27,8 +27,23 @@ from ..pipes import THEIRS, Writer, anywhere
 MOST_NBYTES = 4 * PIECE_BYTES
 
 
-def parser(keyed: bool = True, first: bytes = b"", into: PipeBuffer = anywhere) -> PipeParser:
-    return PipeParser(PieceMac(THEIRS if keyed else None), first, into, MOST_NBYTES)
+WAYS: dict[str, tuple[bytes | None, bool]] = {
+    "in the open": (None, False),
+    "proven": (THEIRS, False),
+    "hidden": (THEIRS, True),
+}
+EACH_WAY = pytest.mark.parametrize("way", WAYS)
+SEALED = pytest.mark.parametrize("way", ["proven", "hidden"])
+
+
+def parser(way: str = "hidden", first: bytes = b"", into: PipeBuffer = anywhere) -> PipeParser:
+    key, hides = WAYS[way]
+    return PipeParser(Cipher(key, hides=hides), first, into, MOST_NBYTES)
+
+
+def writer_of(way: str) -> Writer:
+    key, hides = WAYS[way]
+    return Writer(key, hides=hides)
 
 
 def feed(made: PipeParser, data: bytes) -> list[PipeMessage]:
@@ -89,8 +104,8 @@ SIZES = [0, 1, 100, 40_000, PIECE_BYTES, 2 * PIECE_BYTES + 7]
 
 @given(st.data())
 def test_messages_come_as_they_were_sent_whatever_the_portions(data: st.DataObject) -> None:
-    keyed = data.draw(st.booleans())
-    writer, rng = Writer(THEIRS if keyed else None), np.random.default_rng(data.draw(st.integers(0, 9)))
+    way = data.draw(st.sampled_from([*WAYS]))
+    writer, rng = writer_of(way), np.random.default_rng(data.draw(st.integers(0, 9)))
     sent = [
         (data.draw(st.integers(0, 9)), rng.bytes(data.draw(st.sampled_from([0, 3, 65536]))), rng.bytes(size))
         for size in data.draw(st.lists(st.sampled_from(SIZES), max_size=4))
@@ -98,18 +113,18 @@ def test_messages_come_as_they_were_sent_whatever_the_portions(data: st.DataObje
     raw = b"".join(writer.message(*message) for message in sent)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=6)))
     first = cuts[0] if cuts and cuts[0] <= 65536 else 0
-    made = parser(keyed, raw[:first])
+    made = parser(way, raw[:first])
     got = [message for at, end in pairwise([first, *cuts, len(raw)]) for message in feed(made, raw[at:end])]
     assert list(map(plain, got)) == sent
     assert made.between
     assert not made.greedy
 
 
-@pytest.mark.parametrize("keyed", [True, False])
-def test_single_bytes_make_messages_too(keyed: bool) -> None:
-    writer = Writer(THEIRS if keyed else None)
+@EACH_WAY
+def test_single_bytes_make_messages_too(way: str) -> None:
+    writer = writer_of(way)
     raw = writer.message(7, b"meta", b"vector") + writer.message(8)
-    made = parser(keyed)
+    made = parser(way)
     assert made.between
     got = [message for byte in raw for message in feed(made, bytes([byte]))]
     assert list(map(plain, got)) == [(7, b"meta", b"vector"), (8, b"", b"")]
@@ -137,8 +152,9 @@ def test_a_buffer_of_floats_will_do() -> None:
     assert np.array_equal(out, vector)
 
 
-def test_every_flipped_bit_is_noticed_before_anything_is_used() -> None:
-    raw = Writer().message(3, b"meta", bytes(60))
+@SEALED
+def test_every_flipped_bit_is_noticed_before_anything_is_used(way: str) -> None:
+    raw = writer_of(way).message(3, b"meta", bytes(60))
     asked: list[int] = []
 
     def into(kind: int, meta: bytes, nbytes: int) -> memoryview:
@@ -151,46 +167,49 @@ def test_every_flipped_bit_is_noticed_before_anything_is_used() -> None:
         got: list[PipeMessage] = []
         asked.clear()
         try:
-            got = feed(parser(into=into), bytes(bad))
+            got = feed(parser(way, into=into), bytes(bad))
         except WireError:
             pass
         assert not got, f"bit {at}"
-        assert not asked or at // 8 >= HEAD_BYTES + 4 + MAC_BYTES, "the head was believed"
+        assert not asked or at // 8 >= HEAD_BYTES + 4 + TAG_BYTES, "the head was believed"
 
 
+@SEALED
 @pytest.mark.parametrize("piece", [0, 1, 2])
-def test_a_flipped_bit_in_a_late_piece_is_noticed(piece: int) -> None:
-    raw = bytearray(Writer().message(vector=bytes(2 * PIECE_BYTES + 50)))
-    raw[HEAD_BYTES + MAC_BYTES + piece * (PIECE_BYTES + MAC_BYTES) + 17] ^= 1
+def test_a_flipped_bit_in_a_late_piece_is_noticed(piece: int, way: str) -> None:
+    raw = bytearray(writer_of(way).message(vector=bytes(2 * PIECE_BYTES + 50)))
+    raw[HEAD_BYTES + TAG_BYTES + piece * (PIECE_BYTES + TAG_BYTES) + 17] ^= 1
     with pytest.raises(WireError, match=f"piece {piece + 1} "):
-        feed(parser(), bytes(raw))
+        feed(parser(way), bytes(raw))
 
 
 @pytest.mark.parametrize("order", [[0, 0], [1], [0, 2], [1, 0]], ids=["repeated", "late", "a gap", "swapped"])
-@pytest.mark.parametrize("keyed", [True, False])
-def test_messages_cannot_be_repeated_left_out_or_swapped(order: list[int], keyed: bool) -> None:
-    writer = Writer(THEIRS if keyed else None)
+@EACH_WAY
+def test_messages_cannot_be_repeated_left_out_or_swapped(order: list[int], way: str) -> None:
+    writer = writer_of(way)
     messages = [writer.message(kind, b"meta") for kind in range(3)]
     with pytest.raises(WireError, match="in place of message"):
-        feed(parser(keyed), b"".join(messages[at] for at in order))
+        feed(parser(way), b"".join(messages[at] for at in order))
 
 
-def test_numbers_alone_do_not_help_a_forger() -> None:
-    """A message with the right number and the MAC of another is refused as well."""
-    writer = Writer()
+@SEALED
+def test_numbers_alone_do_not_help_a_forger(way: str) -> None:
+    """A message with the right number and the tag of another is refused as well."""
+    writer = writer_of(way)
     first, second = (writer.message(kind, b"meta") for kind in (1, 2))
     forged = pack_head(2, 1, 4, 0) + second[HEAD_BYTES:]
     for raw in (forged, first[:HEAD_BYTES] + second[HEAD_BYTES:]):
         with pytest.raises(WireError, match="isn't authentic"):
-            feed(parser(), raw)
+            feed(parser(way), raw)
 
 
-def test_pieces_cannot_be_swapped() -> None:
-    raw = Writer().message(vector=bytes(PIECE_BYTES) + b"x" * PIECE_BYTES)
-    start, length = HEAD_BYTES + MAC_BYTES, PIECE_BYTES + MAC_BYTES
+@SEALED
+def test_pieces_cannot_be_swapped(way: str) -> None:
+    raw = writer_of(way).message(vector=bytes(PIECE_BYTES) + b"x" * PIECE_BYTES)
+    start, length = HEAD_BYTES + TAG_BYTES, PIECE_BYTES + TAG_BYTES
     swapped = raw[:start] + raw[start + length :] + raw[start : start + length]
     with pytest.raises(WireError, match="piece 1 "):
-        feed(parser(), swapped)
+        feed(parser(way), swapped)
 
 
 @pytest.mark.parametrize("key", [None, bytes(32)])
@@ -199,7 +218,7 @@ def test_other_keys_and_none(key: bytes | None) -> None:
         feed(parser(), Writer(key).message(1, b"meta", bytes(100)))
 
 
-@pytest.mark.parametrize("keyed", [True, False])
+@EACH_WAY
 @pytest.mark.parametrize(
     "head",
     [
@@ -211,12 +230,12 @@ def test_other_keys_and_none(key: bytes | None) -> None:
         bytes(24),
     ],
 )
-def test_lengths_are_bounded_before_anything_is_made(head: bytes, keyed: bool) -> None:
+def test_lengths_are_bounded_before_anything_is_made(head: bytes, way: str) -> None:
     def never(*_: object) -> memoryview:
         raise AssertionError
 
     with pytest.raises(WireError):
-        feed(parser(keyed, into=never), Writer(THEIRS if keyed else None).message(head=head))
+        feed(parser(way, into=never), writer_of(way).message(head=head))
 
 
 def test_a_vector_that_is_not_wanted() -> None:

@@ -17,10 +17,9 @@ from p2pdrl.transport.pipe.end import PipeEnd
 from p2pdrl.transport.pipe.ticket import MAX_PIPE_META_BYTES, Pipe, PipeReply
 from p2pdrl.transport.protocol import Incoming
 
-from ..conftest import CLIENT_ID, KEY, SERVER_ID
+from ..conftest import CLIENT_ID, SERVER_ID, until
 from ..pipes import LONG_S, end_of
-from ..stages import Served, asking, in_use, opened, staged
-from ..stream_callers import until
+from ..stages import Served, asking, calling, in_use, opened, staged
 
 
 async def carries(one: PipeEnd, other: PipeEnd) -> None:
@@ -34,6 +33,7 @@ async def carries(one: PipeEnd, other: PipeEnd) -> None:
 async def test_a_pipe_is_given_to_its_handler(patient: Served) -> None:
     async with staged(patient) as (stage, caller):
         pipe = await opened(patient, caller)
+        await until(lambda: len(stage.pipes) == 1)
         assert (pipe.peer, pipe.meta) == (SERVER_ID, b"welcome")
         assert stage.asked == [(CLIENT_ID, b"hello")]
         (theirs,) = stage.pipes
@@ -51,7 +51,8 @@ async def test_a_pipe_is_nobodys_connection_any_more(served: Served) -> None:
     """It is neither counted, nor watched for silence, nor closed with the listener."""
     async with staged(served) as (stage, caller):
         pipe = await opened(served, caller)
-        await until(lambda: served.listener.connections == 0)
+        await until(lambda: len(stage.pipes) == 1)
+        assert served.listener.connections == 1, "that by which it was asked for"
         with end_of(pipe) as one, end_of(stage.pipes[0]) as other:
             await asyncio.sleep(2 * served.transport.limits.header_deadline_s)
             assert served.transport.counters.dropped_connections == 0
@@ -66,6 +67,7 @@ async def test_both_ends_may_speak_first(patient: Served) -> None:
     async with staged(patient) as (stage, caller):
         for first in (0, 1):
             pipe = await opened(patient, caller)
+            await until(lambda: len(stage.pipes) == first + 1)  # noqa: B023
             with end_of(stage.pipes[-1]) as other:
                 if first:
                     other.send(1, b"early", deadline_s=LONG_S)
@@ -80,6 +82,7 @@ async def test_both_ends_may_speak_first(patient: Served) -> None:
 async def test_a_pipe_that_nobody_took_over_ends_when_it_is_closed(patient: Served) -> None:
     async with staged(patient) as (stage, caller):
         pipe = await opened(patient, caller)
+        await until(lambda: len(stage.pipes) == 1)
         with end_of(pipe) as one:
             stage.close()
             assert in_use(patient) == 0
@@ -90,7 +93,7 @@ async def test_a_pipe_that_nobody_took_over_ends_when_it_is_closed(patient: Serv
 async def test_a_caller_that_went_away_leaves_no_pipe(patient: Served) -> None:
     async with staged(patient) as (stage, _):
         stage.wait = asyncio.Event()
-        _, writer = await asyncio.open_connection(patient.address.host, patient.address.port)
+        _, writer = await patient.connect()
         writer.write(asking(patient))
         await until(lambda: len(stage.asked) == 1)
         writer.transport.abort()
@@ -99,6 +102,15 @@ async def test_a_caller_that_went_away_leaves_no_pipe(patient: Served) -> None:
         await until(lambda: stage.lost == 1)
         await until(lambda: in_use(patient) == 0)
         assert not stage.pipes
+
+
+async def test_a_promise_that_nobody_takes_up_is_lost_when_the_node_closes(patient: Served) -> None:
+    async with staged(patient) as (stage, _):
+        assert (await patient.exchange(asking(patient)))[0] == 200
+        assert in_use(patient) == 1
+        await patient.transport.close()
+        assert stage.lost == 1
+        assert in_use(patient) == 0
 
 
 @pytest.mark.parametrize("where", ["handler", "take", "too long an answer"])
@@ -116,19 +128,17 @@ async def test_a_bug_of_the_handler_is_told_to_the_loop(patient: Served, where: 
         return PipeReply(bytes(MAX_PIPE_META_BYTES + 1 if where.startswith("too") else 1), take)
 
     patient.transport.serve_pipes("broken", handler)
-    caller = HttpTransport(CLIENT_ID, "default", KEY, clock=SystemClock())
-    await caller.start()
-    opening = caller.open_pipe(patient.address, SERVER_ID, "broken", b"", deadline_s=LONG_S)
-    if where == "take":
-        with end_of(await opening) as end, pytest.raises(PeerUnreachableError):
-            await asyncio.to_thread(end.receive, deadline_s=LONG_S)
-    else:
-        with pytest.raises(PeerRefusedError, match="500"):
-            await opening
+    async with calling(patient) as caller:
+        opening = caller.open_pipe(patient.address, SERVER_ID, "broken", b"", deadline_s=LONG_S)
+        if where == "take":
+            with end_of(await opening) as end, pytest.raises(PeerUnreachableError):
+                await asyncio.to_thread(end.receive, deadline_s=LONG_S)
+        else:
+            with pytest.raises(PeerRefusedError, match="500"):
+                await opening
     await until(lambda: in_use(patient) == 0)
     expected = ValueError if where.startswith("too") else KeyError
     assert [type(context["exception"]) for context in told] == [expected]
-    await caller.close()
 
 
 async def test_a_swarm_without_a_key_opens_pipes_too() -> None:
@@ -149,6 +159,7 @@ async def test_a_swarm_without_a_key_opens_pipes_too() -> None:
         pipe = await nodes[0].open_pipe(address, "b" * 32, "stage", meta, deadline_s=LONG_S)
         assert pipe.meta == meta
         assert pipe.ticket.keys is None
+        await until(lambda: len(pipes) == 1)
         theirs = pipes.pop()
         assert theirs is not None
         with end_of(pipe) as one, end_of(theirs) as other:
@@ -163,6 +174,7 @@ async def test_another_process_gets_the_descriptor(patient: Served) -> None:
     """What the daemon hands to its learner is all that the learner needs."""
     async with staged(patient) as (stage, caller):
         pipe = await opened(patient, caller)
+        await until(lambda: len(stage.pipes) == 1)
         ours, learners = socket.socketpair()
         with ours, learners:
             socket.send_fds(ours, [b"x"], [pipe.fd])

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -18,8 +19,11 @@ from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.protocol import Address, Incoming, Reply
 
+from ..conftest import KEY, SERVER, until
 from ..liars import LIMITS, PEER, client
-from ..stream_liars import Liar, ask, once, peer
+from ..stream_liars import Liar, ask, forever, once, peer
+
+ASKED = "POST /p2p-stream HTTP/1.1"
 
 
 async def test_a_stream_is_left_after_its_last_answer() -> None:
@@ -31,7 +35,7 @@ async def test_a_stream_is_left_after_its_last_answer() -> None:
     async with peer(talk) as (to, seen), client() as transport:
         for _ in range(2):
             assert await ask(transport, to) == b"bye"
-        assert len(seen) == 2
+        assert seen == [ASKED, "stream"] * 2
 
 
 @pytest.mark.parametrize("how", ["ended", "spoke"])
@@ -48,7 +52,7 @@ async def test_a_stale_stream_is_replaced(how: str) -> None:
         for _ in range(2):
             assert await ask(transport, to) == b"metavector"
             await asyncio.sleep(0.05)
-        assert len(seen) == 2
+        assert seen == [ASKED, "stream"] * 2
 
 
 async def test_idle_streams_are_closed() -> None:
@@ -65,12 +69,14 @@ async def test_idle_streams_are_closed() -> None:
         await asyncio.wait_for(ended.wait(), 3)
 
 
-@pytest.mark.parametrize("when", ["opening", "answering"])
+@pytest.mark.parametrize("when", ["asking", "opening", "answering"])
 async def test_closing_ends_calls(when: str) -> None:
-    opening = (lambda _: b"HTTP/1.1") if when == "opening" else None
-    async with peer(once(lambda _: b""), opening) as (to, _), client() as transport:
+    more: dict[str, Any] = {"asking": {"offer": lambda _: b"HTTP/1.1"}, "opening": {"welcome": b""}}.get(
+        when, {}
+    )
+    async with peer(once(lambda _: b""), **more) as (to, seen), client() as transport:
         calling = asyncio.create_task(ask(transport, to))
-        await asyncio.sleep(0.05)
+        await until(lambda: len(seen) == (1 if when == "asking" else 2))
         await transport.close()
         with pytest.raises(PeerUnreachableError):
             await asyncio.wait_for(calling, 1)
@@ -78,7 +84,7 @@ async def test_closing_ends_calls(when: str) -> None:
 
 @asynccontextmanager
 async def node(limits: TransportLimits = LIMITS) -> AsyncIterator[tuple[HttpTransport, Listener, Address]]:
-    async with client(limits, PEER) as transport:
+    async with client(limits, SERVER) as transport:
 
         async def echo(incoming: Incoming) -> Reply:
             return Reply(incoming.meta)
@@ -102,14 +108,14 @@ async def test_peers_without_streams_are_posted_to() -> None:
 
 
 @pytest.mark.parametrize("status", [404, 405, 426, 501])
-async def test_what_stands_between_may_know_no_upgrades(status: int) -> None:
-    def opening(_: str) -> bytes:
+async def test_a_peer_that_knows_no_streams_is_posted_to(status: int) -> None:
+    def offer(_: object) -> bytes:
         return f"HTTP/1.1 {status} No\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
 
-    async with peer(opening=opening) as (to, seen), client() as transport:
+    async with peer(offer=offer) as (to, seen), client() as transport:
         with pytest.raises(PeerRefusedError):
             await ask(transport, to)
-        assert [line.split()[0] for line in seen] == ["GET", "POST"]
+        assert seen == [ASKED, "POST /p2p/any HTTP/1.1"]
 
 
 async def test_streams_are_tried_again_after_a_while() -> None:
@@ -126,7 +132,10 @@ async def test_streams_are_tried_again_after_a_while() -> None:
 async def test_many_calls_share_a_few_streams() -> None:
     async with node() as (_, listener, to), client() as transport:
         await asyncio.gather(*(ask(transport, to) for _ in range(20)))
-        assert listener.connections == LIMITS.bulk_connections_per_host
+        most = LIMITS.bulk_connections_per_host
+        assert listener.connections <= 2 * most, "streams, and the connections over which they were asked for"
+        await transport.close()
+        await until(lambda: listener.connections == 0)
 
 
 async def test_a_node_that_closes_is_unreachable() -> None:
@@ -143,3 +152,18 @@ async def test_the_probe_lane_takes_no_streams() -> None:
     async with node(replace(LIMITS, max_streams_per_peer=0)) as (served, _, to), client() as transport:
         await transport.call(to, PEER, "any", b"", deadline_s=3)
         assert not served.counters.refused, "never asked for a stream"
+
+
+@pytest.mark.parametrize("anew", [True, False])
+async def test_streams_end_with_the_key_by_which_their_peers_proved_themselves(anew: bool) -> None:
+    async with peer(forever) as (to, seen), client() as transport:
+        assert await ask(transport, to) == b"metavector"
+        transport.use_keys([KEY, b"the next key"], anew=anew)
+        assert await ask(transport, to) == b"metavector"
+        assert seen == [ASKED, "stream"] * (2 if anew else 1)
+
+
+async def test_a_swarm_without_a_key_has_none_to_be_replaced() -> None:
+    transport = HttpTransport(PEER, "default", None, clock=SystemClock())
+    with pytest.raises(ValueError, match="without a key"):
+        transport.use_keys([KEY], anew=True)

@@ -14,12 +14,14 @@ from p2pdrl.transport.framing import HEAD_BYTES
 from p2pdrl.transport.limits import PIECE_BYTES
 from p2pdrl.transport.protocol import Incoming, Reply
 
-from ..stream_callers import BIG, Caller, Served, asking, stream, until
+from ..conftest import OTHER_ID, OTHER_TLS, answer_of, until
+from ..stream_callers import BIG, Caller, Served, asking, opened, promised, stream
 
 SLOW: dict[str, Callable[[Caller], bytes]] = {
     "half a head": lambda c: c.frame(b"meta")[:7],
     "head without its route": lambda c: c.frame(b"meta")[: HEAD_BYTES + 2],
     "no metadata": lambda c: c.frame(b"meta")[: HEAD_BYTES + 4],
+    "metadata without a whole tag": lambda c: c.frame(b"meta")[:-1],
     "half a vector": lambda c: c.frame(b"", BIG)[:-1000],
 }
 
@@ -105,22 +107,37 @@ async def test_idle_streams_are_kept_for_a_while(serve_with: Any, quick: Any) ->
         assert served.transport.counters.dropped_connections == 0
 
 
-async def test_streams_count_as_connections(patient: Served) -> None:
+async def test_streams_count_as_connections_and_are_kept(patient: Served) -> None:
     async with stream(patient) as one, stream(patient) as two:
-        others = [await asyncio.open_connection(patient.address.host, patient.address.port) for _ in range(6)]
-        await until(lambda: patient.listener.connections == 8)
-        assert (await patient.closes_within(b"", 3.0)).startswith(b"HTTP/1.1 429 ")
+        held = [await patient.connect() for _ in range(6)]
+        for reader, writer in held:
+            writer.write(patient.request(b"ok"))
+            assert await answer_of(reader) == (200, b"ok")
+        assert patient.listener.connections == 8
+        assert (await patient.closes_within(b"", 3.0, None)).startswith(b"HTTP/1.1 429 ")
         for caller in (one, two):
             assert (await caller.call(caller.frame(b"ok")))[0].status == 200
-        for _, writer in others:
-            writer.close()
+        for _, writer in held:
+            writer.transport.abort()
+
+
+async def test_strangers_displace_no_stream(patient: Served) -> None:
+    async with stream(patient) as caller:
+        held = [await patient.connect(None) for _ in range(20)]
+        await until(lambda: patient.transport.counters.displaced_connections == 13)
+        assert (await caller.call(caller.frame(b"ok")))[0].status == 200
+        for _, writer in held:
+            writer.transport.abort()
 
 
 async def test_one_peer_has_a_few_streams_only(serve_with: Any, quick: Any) -> None:
     async for served in serve_with(replace(quick, header_deadline_s=5.0, max_streams_per_peer=2)):
-        release = asyncio.Event()
+        release, started = asyncio.Event(), asyncio.Semaphore(0)
 
-        async def hang(_: Incoming, release: asyncio.Event = release) -> Reply:
+        async def hang(
+            _: Incoming, release: asyncio.Event = release, started: asyncio.Semaphore = started
+        ) -> Reply:
+            started.release()
             await release.wait()
             return Reply(b"")
 
@@ -131,12 +148,42 @@ async def test_one_peer_has_a_few_streams_only(serve_with: Any, quick: Any) -> N
                 assert await oldest.ended(), "the one idle for longest makes room"
                 for caller in (second, third):
                     caller.writer.write(caller.frame(route=b"hang"))
-                await asyncio.sleep(0.05)
-                assert (await served.send(asking(served)[1]))[0] == 429
-                async with stream(served, change=lambda head: replace(head, sender="d" * 32)) as other:
+                    await asyncio.wait_for(started.acquire(), 5)
+                assert (await served.send(asking(served)))[0] == 429
+                as_other = {"tls": OTHER_TLS, "change": lambda head: replace(head, sender=OTHER_ID)}
+                async with stream(served, **as_other) as other:
                     assert (await other.call(other.frame(b"ok")))[0].status == 200
                 release.set()
                 assert (await third.answer())[0].status == 200
+
+
+async def test_promises_do_not_exceed_how_many_there_may_be(serve_with: Any, quick: Any) -> None:
+    async for served in serve_with(replace(quick, header_deadline_s=5.0, max_streams_per_peer=2)):
+        release, started = asyncio.Event(), asyncio.Semaphore(0)
+
+        async def hang(
+            _: Incoming, release: asyncio.Event = release, started: asyncio.Semaphore = started
+        ) -> Reply:
+            started.release()
+            await release.wait()
+            return Reply(b"")
+
+        served.transport.serve("hang", hang)
+        openings = [await promised(served) for _ in range(4)]
+        async with (
+            opened(served, openings[0]) as first,
+            opened(served, openings[1]) as second,
+            opened(served, openings[2]) as third,
+        ):
+            assert await first.ended(), "the one idle for longest makes room"
+            for caller in (second, third):
+                caller.writer.write(caller.frame(route=b"hang"))
+                await asyncio.wait_for(started.acquire(), 5)
+            async with opened(served, openings[3]) as fourth:
+                assert await fourth.ended(), "none is idle"
+            release.set()
+            for caller in (second, third):
+                assert (await caller.answer())[0].status == 200
 
 
 async def test_a_flood_on_a_stream_is_told_429(patient: Served) -> None:

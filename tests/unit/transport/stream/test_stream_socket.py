@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.errors import PeerTimeoutError, WireError
-from p2pdrl.transport.auth import NO_MACS
+from p2pdrl.transport.cipher import OPEN
 from p2pdrl.transport.framing import STAGE_BYTES, Filling, batches
 from p2pdrl.transport.limits import PIECE_BYTES
 from p2pdrl.transport.stream.socket import StreamSocket
@@ -68,7 +68,7 @@ async def test_long_messages_both_ways_at_once(ends: Ends) -> None:
 
     def send(stream: StreamSocket, vector: bytes) -> asyncio.Task[bool]:
         views = [memoryview(vector)[:5000], memoryview(vector)[5000:]]
-        return asyncio.create_task(stream.send(batches(b"head", views, NO_MACS), 4 + len(vector)))
+        return asyncio.create_task(stream.send(batches(b"", b"head", views, OPEN), 4 + len(vector)))
 
     async def take(stream: StreamSocket, out: memoryview) -> None:
         assert await stream.read(4) == b"head"
@@ -151,7 +151,7 @@ async def test_a_late_event_of_bytes_that_were_taken_stops_no_sender(ends: Ends)
     await asyncio.sleep(0)  # the loop has seen that "a" came, and hasn't yet called back
     one.check()
     assert await one.read(1) == b"a"
-    sent = await one.send(batches(b"call", [vector], NO_MACS), 4 + len(vector), until_answered=True)
+    sent = await one.send(batches(b"", b"call", [vector], OPEN), 4 + len(vector), until_answered=True)
     assert sent, "the peer said nothing more"
     await draining
 

@@ -13,7 +13,7 @@ import torch
 
 from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, WireError
 from p2pdrl.rl.pipeline.links import FramedLinks, ring
-from p2pdrl.transport.auth import NO_MACS
+from p2pdrl.transport.cipher import OPEN
 from p2pdrl.transport.framing import batches
 from p2pdrl.transport.pipe.frames import pack_head
 from p2pdrl.transport.pipe.ticket import PipeTicket
@@ -85,7 +85,7 @@ def test_a_long_message_may_take_longer_unless_it_trickles(chunk, arrives):
     vector = bytes(8 * chunk)
     data = b"".join(
         b"".join(batch)
-        for batch in batches(pack_head(2, 1, 1, len(vector)) + b"x", [memoryview(vector)], NO_MACS)
+        for batch in batches(pack_head(2, 1, 1, len(vector)), b"x", [memoryview(vector)], OPEN)
     )
 
     def send():

@@ -1,0 +1,71 @@
+"""Follows the swarm's key file while it is replaced (``p2pdrl key rotate``), without a restart."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from p2pdrl.api.keyfile import SwarmKeys, read_swarm_keys
+from p2pdrl.clock import Clock
+from p2pdrl.errors import UsageError
+from p2pdrl.node.events import EventLog
+
+__all__ = ["KeyWatch"]
+
+_LOOK_EVERY_S = 5.0
+
+
+async def _in_a_thread(path: str) -> SwarmKeys:
+    return await asyncio.to_thread(read_swarm_keys, path)
+
+
+@dataclass
+class KeyWatch:
+    """Looks at the file every few seconds.
+
+    Attributes:
+        path: the file.
+        keys: what it held at the start.
+        use: ``(good keys, dropped)``: takes the keys; with ``dropped`` one that was good is good no more.
+        read: reads it; raises ``UsageError``.
+    """
+
+    path: str
+    keys: SwarmKeys
+    use: Callable[[tuple[bytes, ...], bool], None]
+    events: EventLog
+    clock: Clock
+    read: Callable[[str], Awaitable[SwarmKeys]] = _in_a_thread
+
+    async def run(self) -> None:
+        """Follow it until cancelled."""
+        good = self.keys.good(self.clock.wall())
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            try:
+                self.keys = await self._look()
+            except UsageError as error:
+                self.events.remind("key-unreadable", f"{error}; goes on with the keys that it has")
+            now = self.keys.good(self.clock.wall())
+            if now != good:
+                self._change(good, now)
+                good = now
+
+    async def _look(self) -> SwarmKeys:
+        found = await self.read(self.path)
+        if found.swarm_id != self.keys.swarm_id:
+            raise UsageError(f"{self.path} holds the key of another swarm ({found.swarm_id})")
+        return found
+
+    def _change(self, before: tuple[bytes, ...], now: tuple[bytes, ...]) -> None:
+        dropped = not set(before) <= set(now)
+        self.use(now, dropped)
+        words = []
+        if set(now) - set(before):
+            words.append("a new swarm key is taken, too")
+        if now[0] != before[0]:
+            words.append("this node shows the new swarm key")
+        if dropped:
+            words.append("the old swarm key is refused; connections are made anew")
+        self.events.emit("key-changed", "; ".join(words), keys=len(now))
