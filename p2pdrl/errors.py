@@ -19,6 +19,7 @@
     │   ├── DataDirLockedError      exit 2   another node uses the data folder
     │   ├── DataDirUnusableError    exit 2   there can be none, or we may not write there
     │   └── CheckpointError         exit 1   missing, truncated or of another layout
+    ├── LimitError                  exit 1   the node is beyond a bound that its owner set
     └── WorkerError                 exit 1   a child process failed
 
 A message says what happened, where, and what to try next. Foreign exceptions are mapped
@@ -37,6 +38,7 @@ __all__ = [
     "DataDirUnusableError",
     "JoinRefusedError",
     "LayoutMismatchError",
+    "LimitError",
     "MembershipError",
     "P2PDRLError",
     "PeerRefusedError",
@@ -160,6 +162,10 @@ class DataDirUnusableError(StorageError):
 
 class CheckpointError(StorageError):
     """A checkpoint is missing, damaged or of another layout."""
+
+
+class LimitError(P2PDRLError):
+    """The node took more of its machine than its owner allows (``node.limits``)."""
 
 
 class WorkerError(P2PDRLError):

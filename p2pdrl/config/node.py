@@ -161,8 +161,27 @@ class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Bounds on what peers may do to this node."""
+    """Bounds on what peers may do to this node, and on what the node takes of its machine."""
 
+    cpus: Annotated[int, Meta(ge=0, le=65_536)] = 0
+    """Processors that the daemon and all its child processes use, at most; 0, or more than there are, is all.
+    Which ones follows from ``node.data_dir``, so that two nodes of one machine may have others. On Linux."""
+    memory_bytes: Natural = 0
+    """Memory of the daemon and all its child processes together, at most; 0 is no bound. Pages that several
+    share count once (PSS), and with ``node.learner.replay_on_disk`` pages of files don't. Looked at every
+    2 s: at nine tenths there is a warning, and above it the node writes a checkpoint, leaves, and ends with
+    exit code 1. A replay memory that wouldn't fit is refused."""
+    upload_bytes_s: Natural = 0
+    """Bytes that the node sends to its peers each second, at most, over ten seconds or so, all its processes
+    together; 0 is no bound. Vectors wait; heads, metadata and what tells members' deaths count and never do.
+    A round that can't end at this rate by ``deadline_s`` of its strategy times out, each time: the node and
+    its peers train on without one another's results. A node that joins waits for its donor 10 s, and 1 s for
+    each megabyte of parameters and optimizer. A pipeline's ranks wait longer for what moves at 256 KiB/s or
+    faster. Peers cut a connection that brings a vector at less than 1 kB/s. Without effect on
+    ``backend = "torch"``, whose connections are its own."""
+    download_bytes_s: Natural = 0
+    """The same for what comes from peers: what is beyond isn't read from the connection, so that TCP has
+    them wait."""
     max_vector_bytes: Annotated[int, Meta(ge=1024)] = 4 * 1024**3
     """Largest parameter vector accepted from a peer."""
     max_connections: Count = 512

@@ -6,7 +6,7 @@
 | join, and admit others | `admission` |
 | train by the mode in force | `training`, `swarm_view` (the node as its strategy sees it) |
 | follow the swarm's records | `record_follower`, `settings` (records as typed values), `stop` (condition) |
-| tell what happens, and notice a slow loop | `events`, `looplag` |
+| tell what happens, notice a slow loop and too much memory | `events`, `looplag`, `memory_watch` |
 | run tasks in the background | `background` |
 
 | package | what for |

@@ -36,6 +36,7 @@ from p2pdrl.node.accounting import metrics_gossip
 from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
 from p2pdrl.node.admission import JoinAdmission
 from p2pdrl.node.bootstrap.first_state import first_state, founded_at, load_checkpoint
+from p2pdrl.node.bootstrap.processors import keep_to_processors
 from p2pdrl.node.bootstrap.startup import Opened, direct, moved_to, open_node
 from p2pdrl.node.children.evaluator import EvaluatorProcess
 from p2pdrl.node.context import NodeContext
@@ -44,6 +45,7 @@ from p2pdrl.node.events import EventLog
 from p2pdrl.node.experience import messages as experience
 from p2pdrl.node.inference import Inference
 from p2pdrl.node.looplag import LoopLagMonitor
+from p2pdrl.node.memory_watch import watch_memory
 from p2pdrl.node.record_follower import RecordFollower
 from p2pdrl.node.state import state_transfer
 from p2pdrl.node.state.checkpoints import Checkpoint, Checkpointer, CheckpointStore, as_state
@@ -92,6 +94,7 @@ def run(resolved: Resolved) -> int:
     """
     config = resolved.config
     telemetry_logging.configure(config.node.log.level, config.node.log.format)
+    keep_to_processors(config.node)
     task_given = any(key.split(".")[1] in HASHED for key in resolved.given("task"))
     node = Node(config)
     try:
@@ -219,6 +222,11 @@ class Node:
             ]
             context.gossip = self._make_gossip()
             jobs.append(group.create_task(context.gossip.run(), name="gossip"))
+            if most_nbytes := self._config.node.limits.memory_bytes:
+                files = not self._config.node.learner.replay_on_disk
+                watching = watch_memory(most_nbytes, self._events, files=files)
+                why = "it takes too much memory"
+                jobs.append(group.create_task(self._watch(watching, why), name="memory bound"))
             if opened.may_move:
                 jobs.append(group.create_task(self._follow_address(), name="address"))
             if opened.key_watch is not None:
@@ -411,14 +419,16 @@ class Node:
         give = asked(lambda training: training.give_rows)
         transport.serve(experience.REPLAY_ROUTE, give, max_vector_bytes=most)
 
-    async def _watch(self, processes: Coroutine[Any, Any, None]) -> None:
-        """Leave in good order, and end with the error, when a learner can't go on: its state is kept."""
+    async def _watch(
+        self, processes: Coroutine[Any, Any, None], why: str = "its learner can't go on"
+    ) -> None:
+        """Leave in good order, and end with the error, when processes can't go on: the state is kept."""
         try:
             await processes
         except P2PDRLError as error:
             self._failed = self._failed or error
             self.exit_timer.args = (error.exit_code,)
-            self.leave("its learner can't go on")
+            self.leave(why)
 
     def _sharing_settings(
         self, answer: Callable[[Incoming], Awaitable[R]]

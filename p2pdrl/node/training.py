@@ -369,7 +369,8 @@ class Training:
             replay=ReplayStore(
                 folder / f"replay-{self.task_hash[:12]}"
                 if folder is not None and config.learner.replay_on_disk
-                else None
+                else None,
+                config.limits.memory_bytes,
             ),
             sampler=self.sampler,
         )

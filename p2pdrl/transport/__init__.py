@@ -7,6 +7,7 @@
 | `framing` | the bytes of posts, streams and pipes: heads, pieces of vectors, where arriving bytes go |
 | `tls`, `cipher`, `opening` | who is who; sealing of messages and pieces; how streams and pipes begin |
 | `auth`, `codec`, `limits` | signed requests to the API; decoding of metadata; every bound |
+| `rate` | bytes a second, over all connections and processes of a node |
 | `calls`, `dial` | outgoing calls, served routes, rates; names to addresses that may be dialled |
 | `http.headers`, `http.body` | head and body of a posted call |
 | `http.server`, `http.listener`, `http.guard` | peer routes; the port and slow connections; foreign origins |

@@ -55,6 +55,7 @@ from p2pdrl.transport.protocol import (
     VectorBuffer,
     check_route,
 )
+from p2pdrl.transport.rate import NodeRates
 from p2pdrl.transport.stream.client import StreamClient
 from p2pdrl.transport.tls import SwarmTls
 
@@ -95,6 +96,8 @@ class HttpTransport:
         limits: all bounds.
         allowed_hosts: names in lower case, besides IP literals and ``localhost``, under which
             others may address us.
+        rates: what all connections together keep to, those of pipes too; None without bounds. Stays the
+            caller's.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class HttpTransport:
         clock: Clock,
         limits: TransportLimits | None = None,
         allowed_hosts: Callable[[], set[str]] = set,
+        rates: NodeRates | None = None,
     ) -> None:
         self.node_id = node_id
         self.limits = limits if limits is not None else TransportLimits()
@@ -123,11 +127,15 @@ class HttpTransport:
             limits=self.limits,
             counters=self.counters,
             allowed_hosts=allowed_hosts,
+            rates=rates,
         )
+        self._rates = rates
         self._dialer = Dialer(clock, self.limits.resolve_ttl_s)
         self._sessions: dict[Lane, aiohttp.ClientSession] = {}
         self._opener = Opener(self.limits)
-        self._streams = StreamClient(self._ask_stream, self._opener, clock=clock, counters=self.counters)
+        self._streams = StreamClient(
+            self._ask_stream, self._opener, clock=clock, counters=self.counters, rates=rates
+        )
 
     def mount(self, app: web.Application) -> None:
         """Add the peer routes to ``app``, before it starts."""
@@ -264,7 +272,8 @@ class HttpTransport:
             self._check_opening(answer.opening)
             async with self._opener.open(address, answer.opening.token) as sock:
                 connection, leftover = sock.detach()
-            ticket = PipeTicket(answer.opening.keys, leftover, answer.opening.hides)
+            limits = self._rates.limits if self._rates is not None else None
+            ticket = PipeTicket(answer.opening.keys, leftover, answer.opening.hides, limits)
             return Pipe(connection, told.sender or peer_id, answer.meta, ticket)
 
         return await self._try_addresses(to, once, f"the request for the pipe {route}", deadline_s)
@@ -329,7 +338,10 @@ class HttpTransport:
             hides=self._hides,
         )
         nbytes = len(call.meta) + call.vector_nbytes
-        data = body_chunks(call.meta, call.views) if call.views else call.meta
+        upload = self._rates.upload if self._rates is not None else None
+        data = body_chunks(call.meta, call.views, upload) if call.views else call.meta
+        if upload is not None and not call.views:
+            upload.charge(nbytes)
         headers = {**head.to_headers(), "Content-Length": str(nbytes)}
         tls: ssl.SSLContext | bool = self.tls.client if self.tls is not None else True
         scheme = "http" if self.tls is None else "https"
@@ -376,7 +388,8 @@ class HttpTransport:
         expected = head.meta_nbytes + head.vector_nbytes
         if response.content_length not in (None, expected):
             raise WireError(f"the answer has {response.content_length} bytes, its parts {expected}")
-        body = BodyReader(response.content, self.limits.stall_deadline_s)
+        download = self._rates.download if self._rates is not None else None
+        body = BodyReader(response.content, self.limits.stall_deadline_s, download)
         try:
             meta = await body.meta(head.meta_nbytes)
             if head.vector_nbytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from p2pdrl.errors import (
     WireError,
 )
 from p2pdrl.transport.protocol import Incoming, Refusal, Reply
+from p2pdrl.transport.rate import NodeRates, RateLimits
 
 from .transports import ALICE, BOB, MIB, Pair, http, memory
 
@@ -30,9 +32,17 @@ MAKERS: dict[str, Callable[[], AsyncIterator[Pair]]] = {
 }
 
 
-@pytest.fixture(params=MAKERS)
-async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
-    async for made in MAKERS[request.param]():
+def keyed_at_a_rate(streams: bool, rates: Callable[[str], NodeRates]) -> AsyncIterator[Pair]:
+    return http(KEY, streams=streams, other_key=b"another key" if streams else None, rates=rates)
+
+
+@pytest.fixture(params=[*MAKERS, "posts at a rate", "streams at a rate"])
+async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
+    def rates(name: str) -> NodeRates:
+        return NodeRates(RateLimits(str(tmp_path / name), 40 * MIB, 40 * MIB), anew=True)
+
+    make = MAKERS.get(request.param)
+    async for made in make() if make else keyed_at_a_rate("streams" in request.param, rates):
         yield made
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from p2pdrl.transport.http.listener import Listener
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.protocol import Address, Answer, Transport
+from p2pdrl.transport.rate import NodeRates
 
 IDENTITIES = [Identity(name * 32) for name in (b"a", b"b", b"c")]
 ALICE, BOB, STRANGER = (identity.node_id for identity in IDENTITIES)
@@ -54,20 +55,32 @@ class BulkTransport(HttpTransport):
         return await super().call(*args, **{**kwargs, "lane": "bulk"})
 
 
+def no_rates(_name: str) -> NodeRates | None:
+    return None
+
+
 async def http(
-    swarm_key: bytes | None, *, streams: bool, hides: bool = True, other_key: bytes | None = None
+    swarm_key: bytes | None,
+    *,
+    streams: bool,
+    hides: bool = True,
+    other_key: bytes | None = None,
+    rates: Callable[[str], NodeRates | None] = no_rates,
 ) -> AsyncIterator[Pair]:
     """Two nodes over HTTP; the stranger has another key, or none."""
     clock = SystemClock()
     limits = TransportLimits(shutdown_grace_s=0.05, max_streams_per_peer=8 if streams else 0)
     kind = BulkTransport if streams else HttpTransport
 
-    def made(identity: Identity, swarm_id: str, key: bytes | None) -> HttpTransport:
+    def made(name: str, identity: Identity, swarm_id: str, key: bytes | None) -> HttpTransport:
         tls = identity.tls([key]) if key is not None else None
-        return kind(identity.node_id, swarm_id, tls, hides=hides, clock=clock, limits=limits)
+        return kind(
+            identity.node_id, swarm_id, tls, hides=hides, clock=clock, limits=limits, rates=rates(name)
+        )
 
-    alice, bob = (made(identity, "default", swarm_key) for identity in IDENTITIES[:2])
-    stranger = made(IDENTITIES[2], "other", other_key)
+    alice = made("alice", IDENTITIES[0], "default", swarm_key)
+    bob = made("bob", IDENTITIES[1], "default", swarm_key)
+    stranger = made("stranger", IDENTITIES[2], "other", other_key)
     app = web.Application()
     bob.mount(app)
     listener = Listener(limits, clock, bob.counters)

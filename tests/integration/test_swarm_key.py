@@ -1,4 +1,4 @@
-"""A swarm's key: who has it is in, what goes over the network is hidden, and it is replaced in a live swarm."""
+"""A swarm's key: who has it is in, what goes over the network is hidden, and it is replaced in a live one."""
 
 from __future__ import annotations
 

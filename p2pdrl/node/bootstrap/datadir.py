@@ -1,6 +1,7 @@
 """The data folder of one node: taken for as long as the process lives, private to its user.
 
-Holds the identity key, the boot id, the known members, the mode, the checkpoints, the API token and the lock.
+Holds the identity key, the boot id, the known members, the mode, the checkpoints, the API token, the state of
+rates that are bounded, and the lock.
 The lock is ``flock`` on ``<folder>/lock``: the kernel lets go of it however the process ends. The
 daemon acquires the folder first of all; blocking, before its loop runs.
 """
@@ -21,14 +22,17 @@ import platformdirs
 from p2pdrl.atomic import storage_error, write_atomic
 from p2pdrl.errors import DataDirLockedError, DataDirUnusableError, StorageError
 
-__all__ = ["DataDir"]
+__all__ = ["RATES_FILE", "DataDir"]
+
+RATES_FILE = "rates"
+"""What a node's processes share to keep to `node.limits.upload_bytes_s`; see `transport.rate`."""
 
 _MOST_NODES = 1000
 _TOKEN = re.compile(rb"[0-9a-f]{64}")
 _LOCKED = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE)
 """Not the fault of whoever named the folder."""
-_FROM_THE_START = ("members.json", "token", "identity.key", "lock")
+_FROM_THE_START = (RATES_FILE, "members.json", "token", "identity.key", "lock")
 """Files that are there before a node trains."""
 
 

@@ -10,14 +10,16 @@ import socket
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from aiohttp import web
 
 import p2pdrl
 from p2pdrl.api.keyfile import read_swarm_keys
 from p2pdrl.api.routes import mount
+from p2pdrl.atomic import storage_error
 from p2pdrl.clock import Clock
-from p2pdrl.config.node import NodeConfig, tags_of
+from p2pdrl.config.node import LimitsConfig, NodeConfig, tags_of
 from p2pdrl.config.root import Config
 from p2pdrl.errors import UsageError
 from p2pdrl.ids import short, swarm_id_from_name
@@ -29,7 +31,7 @@ from p2pdrl.membership.records import SwarmRecord
 from p2pdrl.membership.service import MembershipService
 from p2pdrl.membership.state import open_core
 from p2pdrl.node.accounting.progress_tracker import ProgressTracker
-from p2pdrl.node.bootstrap.datadir import DataDir
+from p2pdrl.node.bootstrap.datadir import RATES_FILE, DataDir
 from p2pdrl.node.bootstrap.key_watch import KeyWatch
 from p2pdrl.node.context import NodeContext
 from p2pdrl.node.events import EventLog
@@ -40,6 +42,7 @@ from p2pdrl.transport.http.listener import Listener
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.protocol import DEFAULT_PORT, Address
+from p2pdrl.transport.rate import NodeRates, RateLimits
 
 __all__ = ["Opened", "advertised", "direct", "moved_to", "open_node", "seed_address"]
 
@@ -241,6 +244,21 @@ async def _serve(
     return listener, bound
 
 
+def _rates(data_dir: str, limits: LimitsConfig) -> NodeRates | None:
+    """What this node's processes keep to, in a file of its data folder; None without bounds.
+
+    Raises:
+        StorageError: the file can't be made.
+    """
+    if not (limits.upload_bytes_s or limits.download_bytes_s):
+        return None
+    path = Path(data_dir) / RATES_FILE
+    try:
+        return NodeRates(RateLimits(str(path), limits.upload_bytes_s, limits.download_bytes_s), anew=True)
+    except OSError as error:
+        raise storage_error("share the node's rates in", path, error) from error
+
+
 @dataclass(frozen=True)
 class Opened:
     """A node that listens and knows who it is."""
@@ -296,6 +314,9 @@ async def open_node(
     )
     limits = _limits(node.limits.max_connections, raise_open_files(), events)
     tls = identity.tls(good) if good else None
+    rates = _rates(view.data_dir, node.limits)
+    if rates is not None:
+        stack.callback(rates.close)
     transport = HttpTransport(
         identity.node_id,
         swarm_id,
@@ -304,6 +325,7 @@ async def open_node(
         clock=clock,
         limits=limits,
         allowed_hosts=lambda: _own_names(node.advertise),
+        rates=rates,
     )
     listener, bound = await _serve(stack, view, transport, config=node, events=events, clock=clock)
     key_watch = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from p2pdrl.config.node import LearnerConfig
 from p2pdrl.workers.protocol import Crashed
 
-__all__ = ["Death", "RestartPolicy", "advice", "death_of"]
+__all__ = ["Death", "RestartPolicy", "advice", "death_of", "wants_memory"]
 
 LONG_LIFE_S = 60.0
 """After a life so long the shortest back-off counts again."""
@@ -60,7 +60,8 @@ def death_of(
     """
     if crash is not None:
         message = f": {crash.message}" if crash.message else ""
-        how = f"died of {crash.kind}{message} (at {crash.where})"
+        want = "want of memory, by " if wants_memory(crash) else ""
+        how = f"died of {want}{crash.kind}{message} (at {crash.where})"
         return Death(how, f"{crash.kind} at {crash.where}", code, crash)
     if failed is not None:
         return Death(f"failed: {failed}", failed, code)
@@ -72,6 +73,20 @@ def death_of(
         cause = None if -code in FROM_OUTSIDE else f"signal {-code}"
         return Death(f"was killed by signal {-code} ({_name(-code)})", cause, code)
     return Death(f"ended with code {code}", f"code {code}", code)
+
+
+_REFUSED_MEMORY = (
+    "failed to map segment from shared object",
+    "cannot allocate memory",
+    "can't allocate memory",
+)
+"""What the dynamic linker, the C library and torch say where the system gives no memory; in lower case."""
+
+
+def wants_memory(crash: Crashed) -> bool:
+    """Whether the error is that the system gave no more memory, or address space (``ulimit -v``)."""
+    text = crash.message.lower()
+    return crash.kind.endswith("MemoryError") or any(words in text for words in _REFUSED_MEMORY)
 
 
 def _name(number: int) -> str:
@@ -126,6 +141,13 @@ class RestartPolicy:
 
 def advice(death: Death) -> str:
     """Return what a person can do about it."""
+    if death.crash is not None and wants_memory(death.crash):
+        return (
+            "Let the node have more memory (`ulimit -v`, the bound of its container, other programs), or "
+            "need less: a smaller task.algorithm.buffer_size where there is a replay memory, a smaller batch "
+            "or network, fewer actors (node.actors.count); then start it again: it goes on from its last "
+            "checkpoint"
+        )
     if death.crash is not None:
         return (
             "The traceback is in the log. If that is code of the environment, mend it there; then start "

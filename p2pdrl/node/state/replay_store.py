@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from p2pdrl.atomic import storage_error, write_atomic
+from p2pdrl.errors import ConfigError
 from p2pdrl.tensors.shared_memory import SharedRegion
 
 __all__ = ["ReplayStore"]
@@ -35,10 +36,12 @@ class ReplayStore:
 
     Args:
         path: of the file; None keeps it in memory that ends with the daemon.
+        most_nbytes: of memory that the node may take; 0 is no bound. A file doesn't count.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, most_nbytes: int = 0) -> None:
         self._path = path
+        self._most_nbytes = most_nbytes
         self._region: SharedRegion | None = None
         self._fd = -1
 
@@ -46,11 +49,13 @@ class ReplayStore:
         """Return the memory, the same at each call; zeros, or what the file held.
 
         Raises:
+            ConfigError: it is more memory than the node may take.
             StorageError: the disk doesn't take a file of that size.
             TensorError: the system gives no such memory.
         """
         if self._region is None:
             if self._path is None:
+                self._check(nbytes)
                 self._region = SharedRegion.create(nbytes, "replay")
             else:
                 try:
@@ -58,6 +63,14 @@ class ReplayStore:
                 except OSError as error:
                     raise storage_error("keep the replay memory in", self._path, error) from error
         return self._region
+
+    def _check(self, nbytes: int) -> None:
+        if 0 < self._most_nbytes < nbytes:
+            raise ConfigError(
+                f"node.limits.memory_bytes: the replay memory alone takes {nbytes} bytes, more than the "
+                f"{self._most_nbytes} that this node may take; raise it, lower task.algorithm.buffer_size, "
+                "or keep the memory on disk (node.learner.replay_on_disk = true)"
+            )
 
     def close(self) -> None:
         """Let go of it; no learner may use it any more. A file is complete then."""

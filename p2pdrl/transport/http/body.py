@@ -11,18 +11,36 @@ from aiohttp.web import RequestPayloadError
 
 from p2pdrl.errors import PeerTimeoutError, WireError
 from p2pdrl.transport.framing import Filling, OverlongError, cut
+from p2pdrl.transport.rate import Allowance, Rate
 
 __all__ = ["BodyReader", "body_chunks"]
 
 _BROKEN = (ConnectionError, aiohttp.ClientError, RequestPayloadError, HttpProcessingError)
 
 
-async def body_chunks(meta: bytes, views: Sequence[memoryview]) -> AsyncIterator[bytes | memoryview]:
-    """Yield a body; the event loop gets its turn after each piece."""
+async def body_chunks(
+    meta: bytes, views: Sequence[memoryview], rate: Rate | None = None
+) -> AsyncIterator[bytes | memoryview]:
+    """Yield a body; the event loop gets its turn after each piece, and the vector waits for ``rate``."""
+    if rate is not None:
+        rate.charge(len(meta))
     yield meta
     for piece in cut(views):
-        yield piece
+        if rate is None:
+            yield piece
+        else:
+            async for part in _in_time(piece, rate):
+                yield part
         await asyncio.sleep(0)
+
+
+async def _in_time(piece: memoryview, rate: Rate) -> AsyncIterator[memoryview]:
+    """Yield a piece in parts, each when its time has come."""
+    allowance = Allowance(rate)
+    while piece:
+        nbytes = await allowance.take(len(piece))
+        yield piece[:nbytes]
+        piece = piece[nbytes:]
 
 
 class BodyReader:
@@ -33,12 +51,14 @@ class BodyReader:
     Args:
         source: where bytes come from; only its ``readany`` is used.
         stall_s: seconds without a byte after which the peer counts as stalled.
+        rate: what is read of a vector waits for it, while the peer is held back by what lies unread.
 
     Attributes:
         nbytes: body bytes read so far.
     """
 
-    def __init__(self, source: aiohttp.StreamReader, stall_s: float) -> None:
+    def __init__(self, source: aiohttp.StreamReader, stall_s: float, rate: Rate | None = None) -> None:
+        self._rate = rate
         self._source = source
         self._stall_s = stall_s
         self._rest = memoryview(b"")
@@ -62,7 +82,7 @@ class BodyReader:
             WireError: truncated or overlong.
         """
         async with _Progress(self._stall_s) as progress:
-            await self._fill(Filling(out), progress)
+            await self._fill(Filling(out), progress, bulk=True)
             await self._end(progress)
 
     async def end(self) -> None:
@@ -78,20 +98,33 @@ class BodyReader:
         if self._rest or await self._next(progress):
             raise OverlongError("the body is longer than its header says")
 
-    async def _fill(self, filling: Filling, progress: _Progress) -> None:
+    async def _fill(self, filling: Filling, progress: _Progress, *, bulk: bool = False) -> None:
         while not filling.full:
-            if not self._rest and not await self._next(progress):
+            if not self._rest and not await self._next(progress, bulk=bulk):
                 raise WireError("the body is shorter than its header says")
             self._rest = self._rest[filling.copy(self._rest) :]
 
-    async def _next(self, progress: _Progress) -> int:
+    async def _next(self, progress: _Progress, *, bulk: bool = False) -> int:
         try:
             self._rest = memoryview(await self._source.readany())
         except _BROKEN as error:
             raise WireError(f"the body broke off: {error}") from error
         self.nbytes += len(self._rest)
         progress.made()
+        if self._rate is not None:
+            await self._count(len(self._rest), self._rate, progress, bulk=bulk)
         return len(self._rest)
+
+    @staticmethod
+    async def _count(nbytes: int, rate: Rate, progress: _Progress, *, bulk: bool) -> None:
+        """Count bytes that came, and wait until they may have; the peer isn't to blame for that wait."""
+        if not bulk:
+            rate.charge(nbytes)
+            return
+        allowance = Allowance(rate)
+        while nbytes > 0:
+            nbytes -= await allowance.take(nbytes)
+            progress.made()
 
 
 class _Progress:

@@ -37,6 +37,7 @@ from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.opening import ConnectionOpening, PendingConnections
 from p2pdrl.transport.pipe.server import PipeAnswer, PipeServer
 from p2pdrl.transport.protocol import Refusal, Reply, TrafficCounters
+from p2pdrl.transport.rate import NodeRates
 from p2pdrl.transport.stream.server import Shared, StreamServer
 from p2pdrl.transport.tls import SwarmTls
 
@@ -63,6 +64,7 @@ class HttpServer:
         limits: all bounds.
         counters: written to.
         allowed_hosts: our names that a Host header may hold.
+        rates: of the node; None without bounds.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class HttpServer:
         limits: TransportLimits,
         counters: TrafficCounters,
         allowed_hosts: Callable[[], set[str]],
+        rates: NodeRates | None = None,
     ) -> None:
         self.routes: Routes[Reply] = Routes()
         self.pending: PendingConnections[_Take] = PendingConnections()
@@ -94,9 +97,12 @@ class HttpServer:
             clock=clock,
             limits=limits,
             counters=counters,
+            rates=rates,
         )
+        self._upload = rates.upload if rates is not None else None
+        self._download = rates.download if rates is not None else None
         self._streams = StreamServer(shared)
-        self.pipes = PipeServer(limits)
+        self.pipes = PipeServer(limits, rates)
 
     def mount(self, app: web.Application) -> None:
         """Add the peer routes, for every method, to ``app``."""
@@ -252,7 +258,7 @@ class HttpServer:
         Raises:
             Refusal: of the handler, or because of the body.
         """
-        body = BodyReader(request.content, self._limits.stall_deadline_s)
+        body = BodyReader(request.content, self._limits.stall_deadline_s, self._download)
         try:
             try:
                 meta = await body.meta(head.meta_nbytes)
@@ -294,7 +300,7 @@ class HttpServer:
         response = web.StreamResponse(headers=answer.to_headers())
         response.content_length = meta_nbytes + vector_nbytes
         await response.prepare(request)
-        async for chunk in body_chunks(reply.meta, views):
+        async for chunk in body_chunks(reply.meta, views, self._upload):
             await response.write(chunk)
             self._counters.sent(head.sender, len(chunk))
         await response.write_eof()

@@ -27,6 +27,7 @@ from p2pdrl.transport.cipher import Cipher
 from p2pdrl.transport.framing import Buffer, Views, batches, body_nbytes, unsent, views_of
 from p2pdrl.transport.limits import PipeBounds
 from p2pdrl.transport.pipe.frames import HEAD_BYTES, PipeBuffer, PipeMessage, PipeParser, pack_head
+from p2pdrl.transport.rate import Allowance, NodeRates, RateLimits, first_of
 from p2pdrl.transport.stream.socket import notice_silence, set_options
 
 __all__ = ["PipeBuffer", "PipeEnd", "PipeLink", "PipeMessage", "PipeReceiver", "PipeSender"]
@@ -106,9 +107,12 @@ class PipeSender:
         sent_number: number of the last message that the kernel took whole.
     """
 
-    def __init__(self, link: PipeLink, cipher: Cipher, queued_bytes: int) -> None:
+    def __init__(
+        self, link: PipeLink, cipher: Cipher, queued_bytes: int, allowance: Allowance | None = None
+    ) -> None:
         self.nbytes = 0
         self.sent_number = 0
+        self._allowance = allowance
         self._link = link
         self._cipher = cipher
         self._most_nbytes = queued_bytes
@@ -133,7 +137,7 @@ class PipeSender:
             head = pack_head(kind, self._number + 1, len(meta), vector_nbytes)
             self._number += 1
             frame: _Frame = batches(head, meta, views, self._cipher)
-            short = nbytes <= _AT_ONCE_BYTES and not self._queued_nbytes
+            short = nbytes <= _AT_ONCE_BYTES and not self._queued_nbytes and self._allowance is None
             rest = self._at_once(frame) if short else frame
             if rest is None:
                 self.sent_number = self._number
@@ -161,7 +165,9 @@ class PipeSender:
                 rest, nbytes = item
                 for batch in rest:
                     while batch:
-                        sent_nbytes = self._link.sock.sendmsg(batch)
+                        sent_nbytes = self._link.sock.sendmsg(self._allowed(batch))
+                        if self._allowance is not None:
+                            self._allowance.used(sent_nbytes)
                         self.nbytes += sent_nbytes
                         batch = unsent(batch, sent_nbytes)
                 del item, rest, batch  # their memory may be needed
@@ -179,6 +185,17 @@ class PipeSender:
         with self._lock:
             self._room.notify_all()
         self._queue.put(None)
+
+    def _allowed(self, batch: list[Buffer]) -> list[Buffer]:
+        """Return as much from the front of ``batch`` as the node's rate allows, when it allows some."""
+        allowance = self._allowance
+        if allowance is None:
+            return batch
+        wanted_nbytes = sum(map(len, batch))
+        while not allowance.block(wanted_nbytes, _HELD_S):
+            if self._link.fault is not None:
+                return batch  # the kernel won't take it
+        return first_of(batch, allowance.nbytes)
 
     def _wait(self, ready: Callable[[], bool], deadline_s: float) -> None:
         """Wait for ``ready``, with the lock held."""
@@ -202,6 +219,9 @@ class PipeSender:
                 return chain([rest], frame)
         return None
 
+
+_HELD_S = 0.05
+"""How long to sleep at a time, when the node's rate allows nothing, before looking whether the pipe ended."""
 
 _AWAY_S = 0.001
 """How long callers may be away before the thread reads ahead. Longer delays what comes meanwhile; shorter
@@ -235,8 +255,15 @@ class PipeReceiver:
         nbytes: bytes that came from the socket, heads and tags included.
     """
 
-    def __init__(self, link: PipeLink, parser: PipeParser, prefetched_bytes: int) -> None:
+    def __init__(
+        self,
+        link: PipeLink,
+        parser: PipeParser,
+        prefetched_bytes: int,
+        allowance: Allowance | None = None,
+    ) -> None:
         self.nbytes = 0
+        self._allowance = allowance
         self._link = link
         self._parser = parser
         self._most_nbytes = prefetched_bytes
@@ -398,13 +425,17 @@ class PipeReceiver:
             left_s: seconds to wait; `_WAIT_S` are enough for one turn.
 
         Returns:
-            Whether anything came in time.
+            Whether anything came in time, and the node's rate let it come.
 
         Raises:
             OSError: the connection broke.
             TransportError: the peer closed it, or what came isn't authentic.
         """
-        sock, room = self._link.sock, self._parser.room()
+        sock, room, allowance = self._link.sock, self._parser.room(), self._allowance
+        if allowance is not None:
+            if not allowance.block(sum(map(len, room)), min(left_s, _HELD_S)):
+                return False
+            room = first_of(room, allowance.nbytes)
         flags = socket.MSG_WAITALL if self._parser.greedy else 0
         if left_s > 0:
             self._bound(left_s)
@@ -419,6 +450,8 @@ class PipeReceiver:
         if not got:
             raise PeerUnreachableError("the peer closed the pipe")
         self.nbytes += got
+        if allowance is not None:
+            allowance.used(got)
         self._parser.came(got)
         return True
 
@@ -452,6 +485,10 @@ class PipeEnd:
         into: asked, in the thread that receives, where a vector goes: what it returns is filled and comes
             back in the message, authentic only then. None refuses the message, which ends the pipe.
         bounds: of queues, vectors and silence.
+        rates: what the pipe keeps to, in both ways, together with all else that the node moves.
+
+    Raises:
+        OSError: the file of ``rates`` can't be opened.
     """
 
     def __init__(
@@ -463,16 +500,21 @@ class PipeEnd:
         hides: bool = True,
         into: PipeBuffer,
         bounds: PipeBounds | None = None,
+        rates: RateLimits | None = None,
     ) -> None:
         bounds = bounds if bounds is not None else PipeBounds()
         set_options(sock)
         notice_silence(sock, bounds.silence_s)
         sock.settimeout(None)
         ours, theirs = (Cipher(key, hides=hides) for key in keys or (None, None))
+        self._rates = NodeRates(rates) if rates is not None else None
+        up, down = _allowances(self._rates)
+        if self._rates is not None:
+            self._rates.bound_buffer(sock)
         self._link = PipeLink(sock)
-        self._sender = PipeSender(self._link, ours, bounds.queued_bytes)
+        self._sender = PipeSender(self._link, ours, bounds.queued_bytes, up)
         parser = PipeParser(theirs, leftover, into, bounds.vector_bytes)
-        self._receiver = PipeReceiver(self._link, parser, bounds.prefetched_bytes)
+        self._receiver = PipeReceiver(self._link, parser, bounds.prefetched_bytes, down)
         for half in (self._sender, self._receiver):
             self._link.on_end(half.wake)
         self._threads = [
@@ -568,3 +610,12 @@ class PipeEnd:
         self._receiver.close()
         self._sender.close()
         self._link.sock.close()
+        if self._rates is not None:
+            self._rates.close()
+
+
+def _allowances(rates: NodeRates | None) -> tuple[Allowance | None, Allowance | None]:
+    """What one pipe may send and receive; None without a bound."""
+    both = (rates.upload, rates.download) if rates is not None else (None, None)
+    up, down = (Allowance(rate) if rate is not None else None for rate in both)
+    return up, down

@@ -18,6 +18,7 @@ from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.opening import ConnectionOpening
 from p2pdrl.transport.pipe.ticket import Pipe, PipeReply, PipeTicket
 from p2pdrl.transport.protocol import Refusal
+from p2pdrl.transport.rate import NodeRates
 
 __all__ = ["PipeAnswer", "PipeServer"]
 
@@ -43,7 +44,8 @@ class PipeAnswer(msgspec.Struct, frozen=True):
 class PipeServer:
     """Every pipe that peers have opened here, and the routes under which they can."""
 
-    def __init__(self, limits: TransportLimits) -> None:
+    def __init__(self, limits: TransportLimits, rates: NodeRates | None = None) -> None:
+        self._rates = rates.limits if rates is not None else None
         self.routes: Routes[PipeReply] = Routes()
         self._limits = limits
         self._open: Counter[str] = Counter()
@@ -75,7 +77,8 @@ class PipeServer:
             raise
 
         def take(sock: socket.socket, _host: str) -> None:
-            ticket = PipeTicket(opening.keys[::-1] if opening.keys is not None else None, b"", opening.hides)
+            keys = opening.keys[::-1] if opening.keys is not None else None
+            ticket = PipeTicket(keys, b"", opening.hides, self._rates)
             pipe = Pipe(sock, peer, b"", ticket, partial(self._uncount, peer))
             if not report("taking a pipe", reply.take, pipe):
                 pipe.close()

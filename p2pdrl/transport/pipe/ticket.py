@@ -5,8 +5,8 @@
     send pipe.fd and pipe.ticket to the          take(pipe): likewise
     learner; then pipe.detach()
 
-In the learner: ``PipeEnd(socket.socket(fileno=fd), ticket.keys, ticket.leftover, into=…)``. From then on the
-bytes go from process to process; the daemons neither see nor count them.
+In the learner: ``PipeEnd(socket.socket(fileno=fd), ticket.keys, ticket.leftover, into=…, rates=…)``, with
+``ticket.rates``. From then on the bytes go from process to process; the daemons neither see nor count them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
+
+from p2pdrl.transport.rate import RateLimits
 
 __all__ = ["MAX_PIPE_META_BYTES", "Pipe", "PipeReply", "PipeTicket"]
 
@@ -32,6 +34,8 @@ class PipeTicket(msgspec.Struct, frozen=True):
     """Bytes that were read already."""
     hides: bool = True
     """Whether what goes is encrypted, or can only not be changed."""
+    rates: RateLimits | None = None
+    """What the pipe keeps to, together with all else that the node moves; None without bounds."""
 
     def __repr__(self) -> str:
         return f"PipeTicket({'with' if self.keys is not None else 'without'} keys)"

@@ -18,6 +18,7 @@ from p2pdrl.transport.framing import HEAD_BYTES, AnswerFrame, CallFrame, Filling
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.opening import ConnectionOpening, NotOfferedError, Opener
 from p2pdrl.transport.protocol import Address, Answer, TrafficCounters
+from p2pdrl.transport.rate import NodeRates
 from p2pdrl.transport.stream.socket import StreamSocket
 
 __all__ = ["CallerStream", "StaleError", "StreamClient"]
@@ -101,13 +102,17 @@ class CallerStream:
         before = self._sock.sent_nbytes
         try:
             whole = await self._sock.send(
-                batches(head, call.meta, call.views, self._out), frame_nbytes, until_answered=True
+                batches(head, call.meta, call.views, self._out),
+                frame_nbytes,
+                until_answered=True,
+                bulk=bool(call.views),
             )
         except ConnectionError as error:
             if self._sock.sent_nbytes - before < len(head) + len(call.meta):
                 raise StaleError(str(error)) from error
             raise
-        self._counters.sent(call.target_id, nbytes)
+        unsent_nbytes = frame_nbytes - (self._sock.sent_nbytes - before)
+        self._counters.sent(call.target_id, max(nbytes - unsent_nbytes, 0))
         return whole
 
     async def _answer(self, call: OutgoingCall, frame: AnswerFrame, head: bytes) -> Answer:
@@ -156,11 +161,21 @@ class StreamClient:
 
     Args:
         ask: asks a peer for a stream.
+        rates: what they keep to.
     """
 
-    def __init__(self, ask: Asks, opener: Opener, *, clock: Clock, counters: TrafficCounters) -> None:
+    def __init__(
+        self,
+        ask: Asks,
+        opener: Opener,
+        *,
+        clock: Clock,
+        counters: TrafficCounters,
+        rates: NodeRates | None = None,
+    ) -> None:
         self._ask = ask
         self._opener = opener
+        self._rates = rates
         self._limits = opener.limits
         self._clock = clock
         self._counters = counters
@@ -275,6 +290,7 @@ class StreamClient:
         async with self._opener.open(address, opening.token) as sock:
             if sock.staged_nbytes:
                 raise WireError("the peer spoke before it was asked")
+        sock.keep_to(self._rates)
         stream = CallerStream(sock, sender, opening.ciphers(), self._limits, self._counters)
         if self._closed:
             stream.close()

@@ -41,6 +41,7 @@ from p2pdrl.transport.http.listener import ConnectionPace
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.opening import ConnectionOpening
 from p2pdrl.transport.protocol import Refusal, Reply, TrafficCounters
+from p2pdrl.transport.rate import NodeRates
 from p2pdrl.transport.stream.socket import StreamSocket
 
 __all__ = ["ServedStream", "Shared", "StreamServer"]
@@ -54,6 +55,7 @@ class Shared:
 
     Attributes:
         tell: ``(refusal, host) -> (status, reason)``: counts a refusal, and says what ``host`` is answered.
+        rates: of the node; None without bounds.
     """
 
     routes: Routes[Reply]
@@ -62,6 +64,7 @@ class Shared:
     clock: Clock
     limits: TransportLimits
     counters: TrafficCounters
+    rates: NodeRates | None = None
 
 
 class ServedStream:
@@ -99,6 +102,7 @@ class ServedStream:
         self._pace = ConnectionPace(self._limits, self.idle_since_s)
         self._pace.request_ended()
         self._sock = StreamSocket(sock, self._arrived)
+        self._sock.keep_to(shared.rates)
         self._closing = False
         self._rest_nbytes = 0
         self._rest_pieces = 0
@@ -110,7 +114,7 @@ class ServedStream:
             self._sock.close("idle for too long")
             return False
         body_open = self.busy and self._sock.receiving
-        verdict = self._pace.verdict(now_s, body_open=body_open, unsent_bytes=self._sock.unsent_nbytes)
+        verdict = self._pace.verdict(now_s, body_open=body_open, unsent_bytes=self._sock.awaiting_nbytes)
         return verdict is not None
 
     def abort(self) -> None:
@@ -234,7 +238,7 @@ class ServedStream:
         self._closing = self._closing or self._broken or self._rest_nbytes > _SMALL_REST_BYTES
         head = AnswerFrame(status, len(meta), vector_nbytes, self._closing).encode()
         nbytes = body_nbytes(len(meta), vector_nbytes, self._out.nbytes)
-        await self._sock.send(batches(head, meta, views, self._out), nbytes + HEAD_BYTES)
+        await self._sock.send(batches(head, meta, views, self._out), nbytes + HEAD_BYTES, bulk=bool(views))
         self._shared.counters.sent(self.peer, nbytes)
 
     async def _finish(self) -> None:
@@ -249,11 +253,13 @@ class ServedStream:
                     while True:
                         await self._sock.read(1)
                         await self._sock.read(self._sock.staged_nbytes)
+                        await self._sock.keep_pace()
             except TimeoutError:
                 return
         while self._rest_nbytes:
             count = min(self._rest_nbytes, STAGE_BYTES)
             await self._sock.read(count, self._limits.stall_deadline_s)
+            await self._sock.keep_pace()
             self._rest_nbytes -= count
             if not self._rest_nbytes:
                 self._in.skip(self._rest_pieces)

@@ -9,12 +9,16 @@ each time it has to wait.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import socket
+import struct
+import termios
 from collections.abc import Callable, Iterator
 
 from p2pdrl.errors import PeerTimeoutError, WireError
 from p2pdrl.transport.framing import STAGE_BYTES, Buffer, Filling, UnreadBytes, unsent
 from p2pdrl.transport.limits import PIECE_BYTES
+from p2pdrl.transport.rate import Allowance, NodeRates, first_of
 
 __all__ = ["LOCAL_SEND_BYTES", "StreamSocket", "notice_silence", "set_options"]
 
@@ -63,6 +67,15 @@ _TURN_BYTES = 2 * PIECE_BYTES
 """Moved before the event loop gets its turn."""
 
 
+def _unacknowledged_nbytes(sock: socket.socket) -> int:
+    """Bytes that the kernel took and the peer's hasn't acknowledged; 0 where the system doesn't tell."""
+    try:
+        (nbytes,) = struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
+    except OSError:
+        return 0
+    return int(nbytes)
+
+
 def _gone(error: OSError) -> ConnectionError:
     """Return ``error`` as a ``ConnectionError``: a ``TimeoutError`` of the kernel isn't one of ours."""
     return error if isinstance(error, ConnectionError) else ConnectionResetError(str(error))
@@ -99,14 +112,27 @@ class StreamSocket:
         self._fault: Exception | None = None
         self._listening = False
         self._until_answered = False
+        self._up: Allowance | None = None
+        self._down: Allowance | None = None
+        self._bulk = False
+        self._held_up: asyncio.TimerHandle | None = None
+        self._held_down: asyncio.TimerHandle | None = None
+        """Until our own rate lets more be sent, and received."""
         self.unsent_nbytes = 0
         self.sent_nbytes = 0
         self._listen()
 
     @property
     def receiving(self) -> bool:
-        """Whether somebody waits for bytes."""
-        return self._reader is not None
+        """Whether somebody waits for bytes of the peer, and no rate of ours keeps them from coming."""
+        return self._reader is not None and self._held_down is None
+
+    @property
+    def awaiting_nbytes(self) -> int:
+        """Bytes of the message being sent that the peer hasn't got; 0 while our rate holds them back."""
+        if not self.unsent_nbytes or self._held_up is not None:
+            return 0
+        return self.unsent_nbytes + _unacknowledged_nbytes(self._sock)
 
     @property
     def open(self) -> bool:
@@ -117,6 +143,13 @@ class StreamSocket:
     def staged_nbytes(self) -> int:
         """Bytes that came and that nobody has asked for yet."""
         return len(self._stage)
+
+    def keep_to(self, rates: NodeRates | None) -> None:
+        """Have what is filled, and sent in bulk, wait for a node's rates from now on; all else counts."""
+        if rates is not None:
+            self._up = Allowance(rates.upload) if rates.upload is not None else None
+            self._down = Allowance(rates.download) if rates.download is not None else None
+            rates.bound_buffer(self._sock)
 
     def close(self, why: str = "the connection was closed") -> None:
         """Close the socket; whoever waits gets a ``ConnectionError``."""
@@ -179,6 +212,7 @@ class StreamSocket:
         """
         self._stage.pour(filling)
         if filling.full:
+            await self.keep_pace()
             return
         self._filling = filling
         try:
@@ -188,9 +222,20 @@ class StreamSocket:
                 await self._wait(stall_s)
         finally:
             self._filling = None
+            self._go_on_receiving()
+
+    async def keep_pace(self) -> None:
+        """Wait until all that has come may have, by the rate of `keep_to`; meanwhile little more comes."""
+        if self._down is not None:
+            await self._down.take(1)
 
     async def send(
-        self, batches: Iterator[list[Buffer]], nbytes: int, *, until_answered: bool = False
+        self,
+        batches: Iterator[list[Buffer]],
+        nbytes: int,
+        *,
+        until_answered: bool = False,
+        bulk: bool = False,
     ) -> bool:
         """Hand a message to the kernel.
 
@@ -198,6 +243,7 @@ class StreamSocket:
             batches: lists of buffers, each list for one system call.
             nbytes: length of the whole message.
             until_answered: stop when the peer speaks before it has everything.
+            bulk: wait for the rate of `keep_to`.
 
         Returns:
             Whether everything was handed over.
@@ -208,14 +254,15 @@ class StreamSocket:
         if self._fault is not None:
             raise self._fault
         self._batches, self._batch, self.unsent_nbytes = batches, [], nbytes
-        self._until_answered = until_answered
+        self._until_answered, self._bulk = until_answered, bulk
         try:
             if self._push():
                 return True
             if until_answered and self._stage:
                 return False
             self._writer = self._loop.create_future()
-            self._loop.add_writer(self._sock, self._writable)
+            if self._held_up is None:
+                self._loop.add_writer(self._sock, self._writable)
             return await self._writer
         except OSError as error:
             if until_answered and self._fault is None:
@@ -229,6 +276,11 @@ class StreamSocket:
                 self._loop.remove_writer(self._sock)
             self._writer = None
             self._batches, self._batch, self.unsent_nbytes = iter(()), [], 0
+            if self._up is not None:
+                self._up.give_back()
+                if self._held_up is not None:
+                    self._held_up.cancel()
+                    self._held_up = None
 
     def check(self) -> None:
         """Look at the connection now.
@@ -260,14 +312,14 @@ class StreamSocket:
                 self._timer = None
 
     def _stalled(self, stall_s: float) -> None:
-        quiet_s = self._loop.time() - self._progress_s
+        quiet_s = self._loop.time() - self._progress_s if self._held_down is None else 0.0
         if quiet_s < stall_s:
             self._timer = self._loop.call_later(stall_s - quiet_s, self._stalled, stall_s)
         elif self._reader is not None and not self._reader.done():
             self._reader.set_exception(PeerTimeoutError(f"no byte came for {stall_s:g} s"))
 
     def _listen(self) -> None:
-        if not self._listening and self._fault is None:
+        if not self._listening and self._fault is None and self._held_down is None:
             self._loop.add_reader(self._sock, self._readable)
             self._listening = True
 
@@ -304,7 +356,9 @@ class StreamSocket:
                 self._came(got)
                 return
             while turn > 0 and not filling.full:
-                room = filling.room()
+                room = self._room(filling)
+                if not room:
+                    return
                 got = self._sock.recv_into(room[0]) if len(room) == 1 else self._sock.recvmsg_into(room)[0]
                 self._came(got)
                 filling.took(got)
@@ -316,10 +370,37 @@ class StreamSocket:
         except OSError as error:
             self._fail(_gone(error))
 
+    def _room(self, filling: Filling) -> list[memoryview]:
+        """Return where the next bytes go; nowhere, and muted for a while, when the rate allows none now."""
+        room = filling.room()
+        if self._down is None:
+            return room
+        wait_s = self._down.ask(max(len(filling.out) - filling.taken_nbytes, len(room[-1])))
+        if wait_s <= 0.0:
+            return first_of(room, self._down.nbytes)
+        self._mute()
+        self._held_down = self._loop.call_later(wait_s, self._due)
+        return []
+
+    def _due(self) -> None:
+        self._held_down = None
+        self._progress_s = self._loop.time()
+        self._listen()
+
+    def _go_on_receiving(self) -> None:
+        """Hear the peer again, whose vector has come or isn't waited for any more."""
+        if self._down is not None:
+            self._down.give_back()
+        if self._held_down is not None:
+            self._held_down.cancel()
+            self._due()
+
     def _came(self, nbytes: int) -> None:
         if nbytes == 0:
             raise ConnectionResetError("the peer closed the connection")
         self._progress_s = self._loop.time()
+        if self._down is not None:
+            self._down.used(nbytes)
         if self._arrived is not None:
             self._arrived(nbytes)
 
@@ -344,14 +425,29 @@ class StreamSocket:
                 self._batch = batch
             if turn <= 0:
                 return False
+            batch = self._batch
+            if self._up is not None and self._bulk:
+                wait_s = self._up.ask(self.unsent_nbytes)
+                if wait_s > 0.0:
+                    self._loop.remove_writer(self._sock)
+                    self._held_up = self._loop.call_later(wait_s, self._go_on_sending)
+                    return False
+                batch = first_of(batch, self._up.nbytes)
             try:
-                sent = self._sock.sendmsg(self._batch)
+                sent = self._sock.sendmsg(batch)
             except (BlockingIOError, InterruptedError):
                 return False
+            if self._up is not None:
+                self._up.used(sent)
             turn -= sent
             self.sent_nbytes += sent
             self.unsent_nbytes -= sent
             self._batch = unsent(self._batch, sent)
+
+    def _go_on_sending(self) -> None:
+        self._held_up = None
+        if self._writer is not None and not self._writer.done() and self._fault is None:
+            self._loop.add_writer(self._sock, self._writable)
 
     def _fail(self, error: Exception) -> None:
         """The connection is of no more use."""

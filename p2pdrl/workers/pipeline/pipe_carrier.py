@@ -178,7 +178,13 @@ class PipeCarrier:
     def _made(sock: socket.socket, ticket: PipeTicket, pool: _BufferPool, bounds: PipeBounds) -> PipeEnd:
         try:
             return PipeEnd(
-                sock, ticket.keys, ticket.leftover, hides=ticket.hides, into=pool.take, bounds=bounds
+                sock,
+                ticket.keys,
+                ticket.leftover,
+                hides=ticket.hides,
+                into=pool.take,
+                bounds=bounds,
+                rates=ticket.rates,
             )
         except BaseException:
             sock.close()

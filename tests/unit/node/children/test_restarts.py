@@ -98,3 +98,26 @@ def test_nought_never_gives_up():
     for _ in range(100):
         policy.died(BY_ERROR, 0.1)
     assert policy.give_up_reason is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("MemoryError", ""),
+        ("numpy._core._exceptions._ArrayMemoryError", "Unable to allocate 7.45 GiB"),
+        ("ImportError", "libtorch_cpu.so: failed to map segment from shared object"),
+        (
+            "RuntimeError",
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 B",
+        ),
+        ("OSError", "[Errno 12] Cannot allocate memory"),
+    ],
+)
+def test_want_of_memory_is_told_in_words(kind, message):
+    death = death_of(1, crash=Crashed(kind, message, "torch/__init__.py:445 in <module>", "Traceback …"))
+    assert death.how.startswith(f"died of want of memory, by {kind}")
+    policy = RestartPolicy(LearnerConfig(give_up_after=1))
+    policy.died(death, 0.0)
+    for advice in ("`ulimit -v`", "task.algorithm.buffer_size", "node.actors.count"):
+        assert advice in policy.give_up_reason
+    assert "the environment" not in policy.give_up_reason

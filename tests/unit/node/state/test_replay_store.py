@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from p2pdrl.errors import StorageError
+from p2pdrl.errors import ConfigError, StorageError
 from p2pdrl.node.state.replay_store import ReplayStore
 
 
@@ -80,3 +80,17 @@ def test_a_disk_that_is_too_small_is_told_before_anything_runs(tmp_path, monkeyp
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(StorageError, match="keep the replay memory in"):
         ReplayStore(tmp_path / "replay").region(5000)
+
+
+def test_more_than_the_node_may_take_is_refused_unless_it_is_on_disk(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"takes 5001 bytes, more than the 5000 .* or keep the memory on disk"
+    ):
+        ReplayStore(None, 5000).region(5001)
+    for store, nbytes in (
+        (ReplayStore(None, 5000), 5000),
+        (ReplayStore(None), 5001),
+        (ReplayStore(tmp_path / "replay", 5000), 5001),
+    ):
+        assert store.region(nbytes).nbytes == nbytes
+        store.close()
