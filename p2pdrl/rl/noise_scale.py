@@ -16,11 +16,11 @@ from collections.abc import Sequence
 
 __all__ = ["EVERY", "PARTS", "NoiseScale"]
 
-PARTS = 4
+PARTS = 2
 """Of a minibatch, whose gradients are computed by themselves."""
-EVERY = 64
-"""One gradient of so many is looked at: it costs another one."""
-DECAY = 0.95
+EVERY = 128
+"""One gradient of so many is looked at: it costs one or two more."""
+DECAY = 0.9
 """Of the running means of both unknowns, which a single minibatch tells but roughly."""
 
 

@@ -141,14 +141,14 @@ def watch_work(
 
     trainer.source.next = collects
     for loss in trainer.algorithm.losses:
-        compute = loss.engine.gradients
+        compute = loss.gradients
 
-        def computes(batch: Any, objective: Any, compute: Any = compute) -> Any:
-            terms = compute(batch, objective)
+        def computes(batch: Any, compute: Any = compute) -> Any:
+            terms = compute(batch)
             computed(batch)
             return terms
 
-        loss.engine.gradients = computes
+        loss.gradients = computes
 
 
 def evaluated(task: TaskConfig, judge: Trainer, vector: Float32Array, learner: Trainer, number: int) -> float:
