@@ -3,9 +3,9 @@
 Each round times, one after another, a raw socket (sendall, recv_into) and `HttpTransport` without a swarm
 key, with one (TLS, and AES-256-GCM on streams), and with one on a network that is trusted (streams
 authenticated, not encrypted), by streams and by posts, both ways, so that what else the machine does falls on
-all of them alike. Printed are the medians of MB/s and wall time, the mean CPU time of both processes together,
-and the longest time for which the caller's event loop served nobody else. Then calls with short vectors both
-ways, probes (posts of 300 bytes), and what the sealing of a piece of 1 MiB costs.
+all of them alike. Printed are the medians of MB/s and wall time, the mean CPU time of both processes
+together, and the longest time for which the caller's event loop served nobody else. Then calls with short
+vectors both ways, probes (posts of 300 bytes), and what the sealing of a piece of 1 MiB costs.
 
     python scripts/bench_transport.py --rounds 15 --megabytes 40
 """
