@@ -1,0 +1,62 @@
+"""Nodes come, leave and die every few seconds, and the swarm solves its task all the same."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+
+import pytest
+
+NODES = 4
+EVERY_S = 3.0
+WITHIN_S = 90.0
+TASK = ["--config", "cartpole", "--set", "node.learner.step_delay_s=0.008"]
+"""Slow environments, so that it takes a while."""
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_cartpole_is_solved_under_churn(swarm, wait_until, seed):
+    """Seeded kills, leaves and joins; at least two nodes stay up at any time."""
+    rng = random.Random(seed)
+    up, down = [], []
+    first = ["kill", "stop", "join"]
+
+    def start(name, data=None):
+        # Whoever comes back has its data folder; of those that are up any one may be asked to take it in.
+        peers = rng.choice(up) if up else None
+        up.append(swarm.start(name, *TASK, peers=peers, data=data))
+
+    for number in range(NODES):
+        start(f"n{number}")
+        if number == 0:
+            swarm.training(up[0])
+    start_s = time.monotonic()
+    happened = []
+    while time.monotonic() - start_s < WITHIN_S:
+        time.sleep(EVERY_S * rng.uniform(0.7, 1.3))
+        if any("the swarm is done" in node.text() for node in up):
+            break
+        what = first.pop(0) if first else rng.choice(["kill", "stop", "join"])
+        if what == "join" and down:
+            gone = down.pop(rng.randrange(len(down)))
+            start(gone.name, gone.data)
+        elif what != "join" and len(up) > 2:
+            node = up.pop(rng.randrange(len(up)))
+            if what == "kill":
+                node.kill9()
+            else:
+                node.signal(signal.SIGTERM)
+                assert node.wait(15) == 0, node.text()[-3000:]
+            down.append(node)
+        else:
+            continue
+        happened.append(what)
+    assert {"kill", "stop", "join"} <= set(happened), happened
+    for node in up:
+        wait_until(
+            lambda node=node: node.process.poll() is not None, 20, f"{node.name} ends: {node.text()[-2000:]}"
+        )
+        assert node.process.returncode == 0, node.text()[-3000:]
+    assert time.monotonic() - start_s < WITHIN_S + 30
+    print(f"{happened} in {time.monotonic() - start_s:.0f} s")
