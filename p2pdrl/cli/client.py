@@ -255,7 +255,9 @@ class NodeClient:
             f"what answers at {self.address} isn't a p2pdrl node: name another address with --api HOST:PORT"
         )
 
-    def _unreachable(self, error: Exception) -> DaemonUnreachableError:
+    def _unreachable(self, error: Exception) -> P2PDRLError:
+        if getattr(error, "verify_code", 0):  # of ssl.SSLCertVerificationError
+            return self._shut("it doesn't prove that it has our swarm key")
         if isinstance(error, http.client.HTTPException) and not isinstance(error, ConnectionError):
             return self._stranger()
         if isinstance(error, TimeoutError):

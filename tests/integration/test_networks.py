@@ -74,6 +74,11 @@ class Networks:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         return {row["name"]: row for row in json.loads(done.stdout)} if done.stdout.startswith("[") else {}
 
+    def ask(self, machine, *words):
+        """Run a command on a machine."""
+        command = ["ip", "netns", "exec", self.names[machine], sys.executable, "-m", "p2pdrl", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
     def close(self):
         for process in self.processes:
             process.send_signal(signal.SIGTERM)
@@ -122,3 +127,20 @@ def test_a_node_whose_machine_gets_another_address_tells_the_others(networks, wa
     assert networks.told(1, "moved")
     for machine in (0, 2):
         assert not [event for event in networks.told(machine, "dead") if "m1" in str(event)]
+
+
+def test_commands_reach_another_machine_by_the_swarms_key(networks, wait_until, tmp_path):
+    """Over TLS: neither the key nor what is told can be read on the way, and no other key will do."""
+    networks.start(0, *PACE)
+    wait_until(lambda: networks.told(0, "training"), 60, "it trains")
+    other = tmp_path / "other.key"
+    networks.ask(1, "keygen", str(other))
+    there = ["status", "--api", "10.77.0.1:7700"]
+    good = networks.ask(1, *there, "--json", "--swarm-key-file", str(networks.key))
+    assert good.returncode == 0, good.stderr
+    assert json.loads(good.stdout)["name"] == "m0"
+    for wrong in (["--swarm-key-file", str(other)], []):
+        refused = networks.ask(1, *there, *wrong)
+        assert refused.returncode == 2, refused.stderr
+        assert "doesn't let us in" in refused.stderr
+        assert refused.stderr.count("\n") == 1
