@@ -103,6 +103,10 @@ class AccessGuard:
             self._check_mac(request)
             return
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        if given and self._node.swarm_keys and not (request.secure or is_loopback(request.remote or "")):
+            raise ApiRefusal(
+                401, "a token goes over TLS only, where others could listen: use https://", _WANTS
+            )
         if scheme.lower() != "bearer":
             raise ApiRefusal(
                 401,

@@ -213,6 +213,8 @@ class NodeClient:
 
     def _token_nearby(self) -> bytes | None:
         """The token of a node on this machine, which tells its data folder to local callers."""
+        if not _is_this_machine(self.address.host):
+            return None
         folder = NodeClient(self.address, timeout_s=self._timeout_s).health().get("data_dir")
         token = read_token(folder) if isinstance(folder, str) else None
         return token.encode() if token else None

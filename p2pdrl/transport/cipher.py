@@ -23,6 +23,9 @@ KEY_BYTES = 32
 TAG_BYTES = 16
 """What sealing adds: GCM's tag."""
 
+_PIECE = 1 << 95
+"""Set in the nonces of pieces, so that none is taken for a message."""
+
 _Buffer = bytes | bytearray | memoryview
 
 
@@ -81,12 +84,12 @@ class Cipher:
         if self._gcm is None:
             return (piece,)
         if not self.hides:
-            return (piece, self._gcm.encrypt(self._nonce(), b"", piece))
+            return (piece, self._gcm.encrypt(self._nonce(_PIECE), b"", piece))
         nbytes = len(piece) + TAG_BYTES
         if len(self._sealed) < nbytes:
             self._sealed = memoryview(bytearray(nbytes))
         sealed = self._sealed[:nbytes]
-        self._gcm.encrypt_into(self._nonce(), piece, None, sealed)
+        self._gcm.encrypt_into(self._nonce(_PIECE), piece, None, sealed)
         return (sealed,)
 
     def unseal_piece(self, piece: memoryview, tag: memoryview) -> bool:
@@ -94,7 +97,7 @@ class Cipher:
         if self._gcm is None:
             return True
         try:
-            self._gcm.decrypt(self._nonce(), bytes(tag), piece)
+            self._gcm.decrypt(self._nonce(_PIECE), bytes(tag), piece)
         except InvalidTag:
             return False
         return True
@@ -104,7 +107,7 @@ class Cipher:
         if self._gcm is None:
             raise ValueError("nothing is hidden without a key")
         try:
-            self._gcm.decrypt_into(self._nonce(), sealed, None, out)
+            self._gcm.decrypt_into(self._nonce(_PIECE), sealed, None, out)
         except InvalidTag:
             return False
         return True
@@ -113,9 +116,9 @@ class Cipher:
         """Pass over ``count`` messages or pieces that nobody looks at."""
         self._next += count
 
-    def _nonce(self) -> bytes:
+    def _nonce(self, kind: int = 0) -> bytes:
         self._next += 1
-        return (self._next - 1).to_bytes(12, "big")
+        return (kind | (self._next - 1)).to_bytes(12, "big")
 
 
 OPEN = Cipher(None)

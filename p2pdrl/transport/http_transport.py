@@ -116,6 +116,8 @@ class HttpTransport:
         self.limits = limits if limits is not None else TransportLimits()
         self.counters = TrafficCounters()
         self.tls = tls
+        self._epoch = 0
+        """How often peers had to prove themselves anew."""
         self._swarm_id = swarm_id
         self._hides = hides
         self._server = HttpServer(
@@ -153,6 +155,9 @@ class HttpTransport:
             raise ValueError("a swarm without a key has none to be replaced")
         self.tls.use(swarm_keys)
         if anew:
+            self._epoch += 1
+            self._server.pending.close()
+            self._opener.close()
             self._streams.close()
             self._streams.start()
 
@@ -264,6 +269,7 @@ class HttpTransport:
         path = PIPE_PREFIX + check_route(route)
 
         async def once(address: Address) -> Pipe:
+            epoch = self._epoch
             call = OutgoingCall(peer_id, route, meta, None, None)
             told = await self._post(address, call, self._sessions["bulk"], path)
             answer = PipeAnswer.decode(told.meta)
@@ -271,6 +277,8 @@ class HttpTransport:
                 raise WireError(f"the answer has {len(answer.meta)} bytes of metadata")
             self._check_opening(answer.opening)
             async with self._opener.open(address, answer.opening.token) as sock:
+                if self._epoch != epoch:
+                    raise ConnectionResetError("the swarm's key was replaced")
                 connection, leftover = sock.detach()
             limits = self._rates.limits if self._rates is not None else None
             ticket = PipeTicket(answer.opening.keys, leftover, answer.opening.hides, limits)
@@ -349,8 +357,21 @@ class HttpTransport:
         async with session.post(url, data=data, headers=headers, allow_redirects=False, ssl=tls) as response:
             self.counters.sent(call.target_id, nbytes)
             if response.status != 200:
+                self._check_refuser(response.status, head)
                 raise await self._refusal(response)
             return await self._answer(response, call, head)
+
+    def _check_refuser(self, status: int, request: RequestHead) -> None:
+        """Believe a refusal of the node that was asked alone; others may say that it isn't them (403).
+
+        Raises:
+            WireError: it is another's.
+        """
+        if self.tls is None:
+            return
+        shown = _shown.get()[0]
+        if shown is None or (request.target not in (NO_TARGET, shown) and status != 403):
+            raise WireError(f"node {shown} refused in place of {request.target}")
 
     async def _refusal(self, response: aiohttp.ClientResponse) -> Exception:
         """Return the error for an answer that isn't 200."""

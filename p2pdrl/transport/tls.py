@@ -32,7 +32,7 @@ from p2pdrl.ids import node_id_from_public_key
 
 __all__ = ["SwarmTls", "client_context"]
 
-_BEGIN = dt.datetime(2000, 1, 1, tzinfo=dt.UTC)
+_BEGIN = dt.datetime(1970, 1, 2, tzinfo=dt.UTC)
 _END = dt.datetime(9999, 12, 31, 23, 59, 59, tzinfo=dt.UTC)  # RFC 5280, 4.1.2.5: no end
 
 
@@ -96,19 +96,24 @@ class SwarmTls:
         self.use(swarm_keys)
 
     def use(self, swarm_keys: Sequence[bytes]) -> None:
-        """Take these keys, and no others, from the next connection on."""
+        """Take these keys, and no others, from the next connection on.
+
+        Raises:
+            OSError: they can't be handed to OpenSSL; those before stay.
+        """
         authorities = [_Authority(key) for key in swarm_keys]
         mine = authorities[0].certify(self._key.public_key())
         good = "".join(_pem(authority.certificate) for authority in authorities)
-        self.server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.server.verify_mode = ssl.CERT_OPTIONAL
-        self.server.num_tickets = 0  # a resumed session would prove nobody's key
-        self.client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        self.client.check_hostname = False  # ids are what is checked
-        for context in (self.server, self.client):
+        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        server.verify_mode = ssl.CERT_OPTIONAL
+        server.num_tickets = 0  # a resumed session would prove nobody's key
+        client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        client.check_hostname = False  # ids are what is checked
+        for context in (server, client):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.load_verify_locations(cadata=good)
             _load(context, mine, self._key)
+        self.server, self.client = server, client
 
     @staticmethod
     def node_id_of(connection: ssl.SSLObject | None) -> str | None:
@@ -119,7 +124,10 @@ class SwarmTls:
 
 @functools.lru_cache(maxsize=4096)
 def _node_id(certificate: bytes) -> str | None:
-    key = x509.load_der_x509_certificate(certificate).public_key()
+    try:
+        key = x509.load_der_x509_certificate(certificate).public_key()
+    except Exception:  # noqa: BLE001 - the library has several; OpenSSL took it, and it is nobody's that we know
+        return None
     return node_id_from_public_key(key.public_bytes_raw()) if isinstance(key, Ed25519PublicKey) else None
 
 
@@ -141,10 +149,17 @@ def _load(context: ssl.SSLContext, certificate: x509.Certificate, key: Ed25519Pr
     secret = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
+    content = secret + _pem(certificate).encode()
+    if hasattr(os, "memfd_create"):  # never on a disk
+        descriptor = os.memfd_create("p2pdrl", os.MFD_CLOEXEC)
+        with os.fdopen(descriptor, "wb", buffering=0) as memory:
+            memory.write(content)
+            context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+        return
     descriptor, path = tempfile.mkstemp(prefix="p2pdrl-")  # mode 0600
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(secret + _pem(certificate).encode())
+            file.write(content)
         context.load_cert_chain(path)
     finally:
         Path(path).unlink()

@@ -41,16 +41,24 @@ class KeyWatch:
     async def run(self) -> None:
         """Follow it until cancelled."""
         good = self.keys.good(self.clock.wall())
+        refused: set[bytes] = set()
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             try:
                 self.keys = await self._look()
             except UsageError as error:
                 self.events.remind("key-unreadable", f"{error}; goes on with the keys that it has")
-            now = self.keys.good(self.clock.wall())
-            if now != good:
+            # A clock that goes back brings no key back.
+            now = tuple(key for key in self.keys.good(self.clock.wall()) if key not in refused)
+            if not now or now == good:
+                continue
+            try:
                 self._change(good, now)
-                good = now
+            except OSError as error:
+                self.events.remind("key-unusable", f"can't take the swarm's new key yet: {error}")
+                continue
+            refused |= set(good) - set(now)
+            good = now
 
     async def _look(self) -> SwarmKeys:
         found = await self.read(self.path)

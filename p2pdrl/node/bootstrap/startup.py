@@ -332,8 +332,8 @@ async def open_node(
     if keys is not None and node.swarm_key_file is not None:
 
         def use(now: tuple[bytes, ...], dropped: bool) -> None:
-            view.swarm_keys = now
             transport.use_keys(now, anew=dropped)
+            view.swarm_keys = now
             if dropped:
                 listener.cut()
 

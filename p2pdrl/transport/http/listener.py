@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import logging
 import select
 import socket
+from collections import Counter
 from collections.abc import Callable
 from typing import Literal, Protocol
 
@@ -28,7 +30,7 @@ from aiohttp.typedefs import Handler, Middleware
 from p2pdrl.clock import Clock
 from p2pdrl.errors import UsageError
 from p2pdrl.transport.auth import Verdict
-from p2pdrl.transport.dial import is_loopback
+from p2pdrl.transport.dial import ip_of, is_loopback
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.opening import HELLO, OPENED, TOKEN_BYTES
 from p2pdrl.transport.protocol import Address, TrafficCounters
@@ -153,31 +155,56 @@ class Watchdog:
 
     def admit(self, connection: Connection, host: str) -> bool:
         """Count a new connection; False when there is no room for it."""
-        of_host = self._by_host.get(host, 0)
-        crowded = of_host >= self.limits.max_connections_per_host and not is_loopback(host)
-        if crowded or (len(self._hosts) >= self.limits.max_connections and not self.displace()):
+        host = _network_of(host)
+        limits = self.limits
+        crowded = self._by_host.get(host, 0) >= limits.max_connections_per_host and not is_loopback(host)
+        if (crowded and not self.displace(host)) or (
+            len(self._hosts) >= limits.max_connections and not self.displace()
+        ):
             self.counters.refused_connections += 1
             return False
+        strangers = sum(not known.proven for known in self._hosts)
+        if strangers >= max(_FEW_STRANGERS, limits.max_connections // 4):
+            self.displace()
         self._hosts[connection] = host
         self._by_host[host] = self._by_host.get(host, 0) + 1
         return True
 
-    def displace(self) -> bool:
-        """Cut the oldest connection that has proven nothing; False when there is none."""
-        found = next((connection for connection in self._hosts if not connection.proven), None)
-        if found is None:
+    def displace(self, host: str | None = None) -> bool:
+        """Cut the oldest connection that has proven nothing, of ``host`` or of who has most such.
+
+        Returns:
+            False when there is none.
+        """
+        strangers = [
+            known for known in self._hosts if not known.proven and host in (None, self._hosts[known])
+        ]
+        if not strangers:
             return False
+        counts = Counter(self._hosts[stranger] for stranger in strangers)
+        found = max(strangers, key=lambda stranger: counts[self._hosts[stranger]])  # the first of equals
         self.counters.displaced_connections += 1
         self.forget(found)
         found.abort()
         return True
 
     def replace(self, arrived: Connection, by: Connection) -> bool:
-        """Watch another object for a connection from now on; False when it was cut meanwhile."""
-        host = self._hosts.pop(arrived, None)
-        if host is not None:
-            self._hosts[by] = host
-        return host is not None
+        """Watch another object for a connection from now on.
+
+        Returns:
+            False when it was cut meanwhile, or its node has too many.
+        """
+        host = self._hosts.get(arrived)
+        node_id = getattr(by, "node_id", None)
+        if host is None or (
+            node_id is not None
+            and sum(getattr(known, "node_id", None) == node_id for known in self._hosts)
+            >= self.limits.max_connections_per_host
+        ):
+            return False
+        del self._hosts[arrived]
+        self._hosts[by] = host
+        return True
 
     def forget(self, connection: Connection) -> None:
         """A connection ended; one that isn't counted any more is passed over."""
@@ -201,6 +228,18 @@ class Watchdog:
                 self.counters.dropped_connections += 1
                 connection.abort()
         self.start()
+
+
+_FEW_STRANGERS = 64
+"""So many connections may have proven nothing at any time; or a quarter of all, where that is more."""
+
+
+def _network_of(host: str) -> str:
+    """Whose connections are counted together: an IPv4 address's, or those of 64 bits of IPv6."""
+    ip = ip_of(host)
+    if not isinstance(ip, ipaddress.IPv6Address) or ip.is_loopback:
+        return host
+    return str(ipaddress.IPv6Address(int(ip) >> 64 << 64))
 
 
 class Watched(asyncio.Protocol):
@@ -237,6 +276,7 @@ class Watched(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)  # noqa: S101 - TCP gives no other
         self._transport = transport
         self.node_id = SwarmTls.node_id_of(transport.get_extra_info("ssl_object"))
+        self.proven = self.node_id is not None
         self.inner.connection_made(transport)
         if not self._made(self):
             transport.abort()
@@ -328,6 +368,7 @@ APP_TRANSPORT = web.AppKey("transport", PortUser)
 """Set by `HttpTransport.mount` on the application that is served."""
 
 _TLS_HANDSHAKE = b"\x16"
+_RECORD_HEAD, _LONGEST_HELLO, _LOOK_AGAIN_S = 5, 4096, 0.02
 _FULL = b"too many connections"
 _REFUSAL = (
     b"HTTP/1.1 429 Too Many Requests\r\nContent-Type: text/plain\r\nConnection: close\r\n"
@@ -388,8 +429,11 @@ class _Arriving:
         first = await _first_byte(self._sock)
         if first == HELLO[:1]:
             await self._raw(user)
+        elif first == _TLS_HANDSHAKE and user.tls is not None:
+            await _client_hello(self._sock)
+            await self._http(user.tls)
         else:
-            await self._http(user.tls if first == _TLS_HANDSHAKE else None)
+            await self._http(None)
 
     async def _http(self, tls: SwarmTls | None) -> None:
         """Give it to aiohttp, after a handshake when there is ``tls``."""
@@ -457,13 +501,27 @@ async def _first_byte(sock: socket.socket) -> bytes:
     return first
 
 
+async def _client_hello(sock: socket.socket) -> None:
+    """Wait for the whole first record of TLS: its machinery costs 300 kB, which a byte isn't worth."""
+    while True:
+        seen = sock.recv(_LONGEST_HELLO, socket.MSG_PEEK)
+        if not seen:
+            raise ConnectionResetError("the caller went away")
+        if len(seen) >= _RECORD_HEAD and len(seen) >= min(
+            _RECORD_HEAD + int.from_bytes(seen[3:5], "big"), _LONGEST_HELLO
+        ):
+            return
+        await asyncio.sleep(_LOOK_AGAIN_S)
+
+
 def _settle(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
 
 
 _STARVED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-_ACCEPTED_AT_ONCE = 64
+_ACCEPTED_AT_ONCE = 8
+"""Few, so that a crowd can't push a member's connection out between two turns of its handshake."""
 _PAUSE_S = 0.25
 """How long nothing is accepted by a process that is out of file descriptors."""
 

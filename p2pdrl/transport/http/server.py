@@ -214,8 +214,8 @@ class HttpServer:
             head = RequestHead.from_headers(request.raw_path, request.headers)
         except WireError as error:
             raise Refusal(400, str(error)) from error
+        self._check_sender(request, head)  # strangers learn nothing of us
         self._check_parties(head)
-        self._check_sender(request, head)
         return head
 
     def _check_parties(self, head: RequestHead) -> None:
@@ -237,7 +237,11 @@ class HttpServer:
         if self._tls is not None:
             shown = None if connection is None else connection.node_id
             if shown is None:
-                raise Refusal(401, "peers of this swarm speak TLS, and show a certificate of its key")
+                raise Refusal(
+                    401,
+                    "peers of this swarm speak TLS, and show a certificate of its key: give both the same "
+                    "--swarm-key-file, and the same p2pdrl",
+                )
             if shown != head.sender:
                 raise Refusal(403, f"node {shown} can't speak in the name of {head.sender}")
         if connection is not None:

@@ -184,6 +184,7 @@ class StreamClient:
         self._without: dict[Address, float] = {}
         self._sweeper: asyncio.TimerHandle | None = None
         self._closed = False
+        self._epoch = 0
 
     def start(self) -> None:
         """Make calls possible."""
@@ -197,6 +198,7 @@ class StreamClient:
     def close(self) -> None:
         """Close all streams; calls on them end with a ``ConnectionError``."""
         self._closed = True
+        self._epoch += 1
         if self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None
@@ -278,6 +280,7 @@ class StreamClient:
 
     async def _open(self, address: Address, target_id: str | None) -> CallerStream:
         """Open a stream; remember for a while when none is offered."""
+        epoch = self._epoch
         try:
             sender, opening = await self._ask(address, target_id)
         except PeerRefusedError as error:
@@ -292,7 +295,7 @@ class StreamClient:
                 raise WireError("the peer spoke before it was asked")
         sock.keep_to(self._rates)
         stream = CallerStream(sock, sender, opening.ciphers(), self._limits, self._counters)
-        if self._closed:
+        if self._closed or self._epoch != epoch:
             stream.close()
             raise ConnectionResetError("our transport is closed")
         return stream

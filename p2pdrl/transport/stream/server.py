@@ -97,7 +97,7 @@ class ServedStream:
         self._remote_host = remote_host
         self._in, self._out = ciphers
         self._ended = ended
-        self.proven = True
+        self.proven = not self._in.nbytes
         self.idle_since_s = self._clock.monotonic()
         self._pace = ConnectionPace(self._limits, self.idle_since_s)
         self._pace.request_ended()
@@ -110,6 +110,8 @@ class ServedStream:
 
     def too_slow(self, now_s: float) -> bool:
         """Look at the stream; return whether it is too slow to be kept."""
+        if not self.proven and now_s - self.idle_since_s >= self._limits.header_deadline_s:
+            return True  # whoever has read a token on its way to us has no key
         if not self.busy and self._sock.open and now_s - self.idle_since_s >= self._limits.keepalive_s:
             self._sock.close("idle for too long")
             return False
@@ -201,7 +203,9 @@ class ServedStream:
         sealed = await self._sock.read(nbytes + self._in.nbytes, self._limits.stall_deadline_s)
         self._shared.counters.received(self.peer, len(sealed))
         try:
-            return self._in.unseal(sealed, before, "the call")
+            meta = self._in.unseal(sealed, before, "the call")
+            self.proven = True
+            return meta
         except WireError as error:
             raise Refusal(401, str(error)) from error
 

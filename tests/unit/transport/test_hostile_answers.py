@@ -127,6 +127,22 @@ async def test_a_peer_that_hangs_up_in_the_handshake_is_unreachable() -> None:
         assert not info.value.sent
 
 
+@pytest.mark.parametrize("status", [429, 404, 410, 503])
+async def test_a_refusal_in_anothers_name_isnt_believed(status: int) -> None:
+    """It would count as a sign of life of the one that was asked, or of its absence."""
+    raw = f"HTTP/1.1 {status} x\r\nContent-Length: 2\r\n\r\nno".encode()
+    async with listening(once(raw), tls=OTHER_TLS) as to:
+        with pytest.raises(WireError, match=f"{OTHER_ID} refused in place of"):
+            await ask(to)
+
+
+async def test_who_is_another_may_say_so() -> None:
+    raw = b"HTTP/1.1 403 x\r\nContent-Length: 2\r\n\r\nno"
+    async with listening(once(raw), tls=OTHER_TLS) as to:
+        with pytest.raises(PeerRefusedError, match="403"):
+            await ask(to)
+
+
 async def test_keys_that_are_replaced_are_used_by_the_next_call() -> None:
     """Also where a connection is kept that was good with the old ones."""
     async with listening(once(answered())) as to, client() as transport:

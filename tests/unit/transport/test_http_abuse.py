@@ -351,9 +351,7 @@ STRANGERS: dict[str, tuple[Tls, Send]] = {
         None,
         lambda s: f"GET /v1/echo HTTP/1.1\r\nHost: {s.address}\r\n\r\n".encode(),
     ),
-    "TLS without a request": (CLIENT_TLS, lambda _: b""),
     "a call without a certificate": (client_context([KEY]), lambda s: s.request()),
-    "a call in another's name": (OTHER_TLS, lambda s: s.request()),
 }
 
 

@@ -148,7 +148,7 @@ def test_a_certificate_is_the_same_whoever_makes_it() -> None:
 
 def test_certificates_do_not_end() -> None:
     certificate = x509.load_der_x509_certificate(shown_to(ALICE.tls([KEY]).client, True))
-    assert certificate.not_valid_before_utc == dt.datetime(2000, 1, 1, tzinfo=dt.UTC)
+    assert certificate.not_valid_before_utc == dt.datetime(1970, 1, 2, tzinfo=dt.UTC)
     assert certificate.not_valid_after_utc == dt.datetime(9999, 12, 31, 23, 59, 59, tzinfo=dt.UTC)
 
 
@@ -181,7 +181,7 @@ def forged(
     """A caller with a certificate that isn't made as nodes make them."""
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)])
     builder = x509.CertificateBuilder().subject_name(name).issuer_name(issuer).public_key(key.public_key())
-    builder = builder.not_valid_before(dt.datetime(2000, 1, 1, tzinfo=dt.UTC)).serial_number(7)
+    builder = builder.not_valid_before(dt.datetime(1970, 1, 2, tzinfo=dt.UTC)).serial_number(7)
     builder = builder.not_valid_after(dt.datetime(9999, 1, 1, tzinfo=dt.UTC))
     algorithm = None if isinstance(signer, Ed25519PrivateKey) else SHA256()
     certificate = builder.sign(signer, algorithm)
@@ -276,3 +276,14 @@ def test_the_private_key_stays_in_no_file(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     ALICE.tls([KEY]).use([NEW])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("shown", [b"", b"no certificate", b"\x30\x03\x02\x01\x05"])
+def test_a_certificate_that_cant_be_read_is_nobodys(shown: bytes) -> None:
+    """OpenSSL takes some that other libraries don't; a member could end its peers by one."""
+
+    class Odd:
+        def getpeercert(self, binary_form: bool = False) -> bytes:
+            return shown
+
+    assert SwarmTls.node_id_of(Odd()) is None  # type: ignore[arg-type]

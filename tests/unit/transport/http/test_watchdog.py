@@ -64,11 +64,39 @@ def test_loopback_is_only_capped_in_all(watchdog: Watchdog) -> None:
     assert not watchdog.admit(Known(), "::1")
 
 
-def test_a_host_that_has_too_many_displaces_nobody(watchdog: Watchdog) -> None:
-    held = admitted(watchdog, "10.0.0.1", 2, proven=False)
+def test_a_host_that_has_too_many_displaces_its_own_strangers_alone(watchdog: Watchdog) -> None:
+    (other,) = admitted(watchdog, "10.0.0.2", 1, proven=False)
+    first, second = admitted(watchdog, "10.0.0.1", 2, proven=False)
+    assert watchdog.admit(Known(proven=True), "10.0.0.1")
+    assert [first.aborted, second.aborted, other.aborted] == [1, 0, 0]
+    second.proven = True
     assert not watchdog.admit(Known(), "10.0.0.1")
-    assert not any(connection.aborted for connection in held)
-    assert watchdog.counters.displaced_connections == 0
+    assert watchdog.counters.displaced_connections == 1
+
+
+def test_ipv6_addresses_of_one_network_are_counted_together(watchdog: Watchdog) -> None:
+    for host in ("2001:db8::1", "2001:db8::2"):
+        assert watchdog.admit(Known(proven=True), host)
+    assert not watchdog.admit(Known(), "2001:db8:0:0:ffff::3")
+    assert watchdog.admit(Known(), "2001:db8:0:1::1")
+
+
+def test_strangers_give_way_where_most_of_them_come_from() -> None:
+    watchdog = Watchdog(TransportLimits(max_connections=256), ManualClock(), TrafficCounters())
+    (lonely,) = admitted(watchdog, "10.0.0.1", 1, proven=False)
+    crowd = admitted(watchdog, "10.0.0.2", 63, proven=False)
+    assert watchdog.admit(Known(), "10.0.0.3"), "no more than 64 strangers at a time"
+    assert (lonely.aborted, crowd[0].aborted, crowd[1].aborted) == (0, 1, 0)
+
+
+def test_a_member_has_so_many_connections_only(watchdog: Watchdog) -> None:
+    class Member(Known):
+        node_id = "a" * 32
+
+    arriving = [Known() for _ in range(3)]
+    for number, known in enumerate(arriving):
+        assert watchdog.admit(known, f"10.0.0.{number}")
+    assert [watchdog.replace(known, Member(proven=True)) for known in arriving] == [True, True, False]
 
 
 def test_who_has_proven_nothing_gives_way_oldest_first(watchdog: Watchdog) -> None:

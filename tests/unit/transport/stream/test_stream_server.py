@@ -12,6 +12,7 @@ import pytest
 
 from p2pdrl.transport.framing import HEAD_BYTES
 from p2pdrl.transport.limits import PIECE_BYTES
+from p2pdrl.transport.opening import HELLO
 from p2pdrl.transport.protocol import Incoming, Reply
 
 from ..conftest import OTHER_ID, OTHER_TLS, answer_of, until
@@ -109,6 +110,8 @@ async def test_idle_streams_are_kept_for_a_while(serve_with: Any, quick: Any) ->
 
 async def test_streams_count_as_connections_and_are_kept(patient: Served) -> None:
     async with stream(patient) as one, stream(patient) as two:
+        for caller in (one, two):  # a stream has proven itself with its first call
+            assert (await caller.call(caller.frame(b"ok")))[0].status == 200
         held = [await patient.connect() for _ in range(6)]
         for reader, writer in held:
             writer.write(patient.request(b"ok"))
@@ -123,6 +126,7 @@ async def test_streams_count_as_connections_and_are_kept(patient: Served) -> Non
 
 async def test_strangers_displace_no_stream(patient: Served) -> None:
     async with stream(patient) as caller:
+        assert (await caller.call(caller.frame(b"ok")))[0].status == 200
         held = [await patient.connect(None) for _ in range(20)]
         await until(lambda: patient.transport.counters.displaced_connections == 13)
         assert (await caller.call(caller.frame(b"ok")))[0].status == 200
@@ -232,3 +236,19 @@ async def test_a_handler_that_does_not_end_is_cancelled_when_the_listener_closes
         await asyncio.wait_for(patient.listener.close(), 3)
         assert await caller.ended()
     assert patient.listener.connections == 0
+
+
+async def test_what_was_promised_by_an_old_key_is_not_kept(patient: Served) -> None:
+    opening = await promised(patient)
+    patient.transport.use_keys([b"the next key"], anew=True)
+    reader, writer = await patient.connect(None)
+    writer.write(HELLO + opening.token)
+    assert await Caller(reader, writer).ended()
+    writer.transport.abort()
+
+
+async def test_who_shows_a_token_and_no_key_is_cut(served: Served) -> None:
+    """A token can be read on its way."""
+    async with stream(served) as caller:
+        assert await caller.ended()
+    await until(lambda: served.transport.counters.dropped_connections == 1)
