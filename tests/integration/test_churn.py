@@ -9,9 +9,9 @@ import time
 import pytest
 
 NODES = 4
-EVERY_S = 3.0
+EVERY_S = 2.0
 WITHIN_S = 90.0
-TASK = ["--config", "cartpole", "--set", "node.learner.step_delay_s=0.008"]
+TASK = ["--config", "cartpole", "--set", "node.learner.step_delay_s=0.005"]
 """Slow environments, so that it takes a while."""
 
 
