@@ -16,10 +16,11 @@ from collections.abc import Sequence
 
 __all__ = ["EVERY", "PARTS", "NoiseScale"]
 
-PARTS = 2
+PARTS = 4
 """Of a minibatch, whose gradients are computed by themselves."""
-EVERY = 128
-"""One gradient of so many is looked at: it costs one or two more."""
+EVERY = 127
+"""One gradient of so many is looked at: it costs a few small ones more. A prime, so that looks fall on each
+place in an update in turn: its last gradients are of data that is learned already, and have little signal."""
 DECAY = 0.9
 """Of the running means of both unknowns, which a single minibatch tells but roughly."""
 
