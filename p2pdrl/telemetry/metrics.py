@@ -131,11 +131,7 @@ class Registry:
         self.staleness = self._histogram(
             "staleness_versions", "Staleness of merged contributions in policy versions.", _STALENESS_BUCKETS
         )
-        self.bytes_in_total = total("bytes_in_total", "Bytes received from peers, bodies only.")
-        self.bytes_out_total = total("bytes_out_total", "Bytes sent to peers, bodies only.")
-        self.refused_total = LabelledTotal(
-            self._counter("refused_total", "Requests that this node refused, by reason.", "reason")
-        )
+        self._add_traffic()
         self.strikes_total = total("strikes_total", "Poisoned vectors received from peers.")
         self.records_refused_total = total(
             "records_refused_total",
@@ -282,6 +278,23 @@ class Registry:
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, meaning, labels, registry=self._registry)
+
+    def _add_traffic(self) -> None:
+        """What the transport moves and refuses."""
+        self.bytes_in_total = self._total("bytes_in_total", "Bytes received from peers, bodies only.")
+        self.bytes_out_total = self._total("bytes_out_total", "Bytes sent to peers, bodies only.")
+        self.refused_total = LabelledTotal(
+            self._counter("refused_total", "Requests that this node refused, by reason.", "reason")
+        )
+        self.connections_ended_total = LabelledTotal(
+            self._counter(
+                "connections_ended_total",
+                "Connections that were ended or couldn't be taken, by why: refused (too many, no token), "
+                "slow, displaced (strangers'), handshake (not this swarm's TLS), starved (no files left).",
+                "why",
+            ),
+            ("refused", "slow", "displaced", "handshake", "starved"),
+        )
 
     def _total(self, name: str, meaning: str) -> Total:
         return Total(self._counter(name, meaning))

@@ -276,6 +276,16 @@ class TrafficCounters:
         self.failed_handshakes = 0
         self.starved = 0
 
+    def ended(self) -> dict[str, int]:
+        """Connections that we ended or couldn't take, by why."""
+        return {
+            "refused": self.refused_connections,
+            "slow": self.dropped_connections,
+            "displaced": self.displaced_connections,
+            "handshake": self.failed_handshakes,
+            "starved": self.starved,
+        }
+
     def received(self, peer: str | None, nbytes: int) -> None:
         """Count ``nbytes`` that came from ``peer``."""
         self.bytes_in += nbytes

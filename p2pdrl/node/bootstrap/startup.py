@@ -167,6 +167,7 @@ def direct(given: str | None) -> bool:
     return _is_ours(host) and not ip.is_unspecified
 
 
+_MOST_FILES = 65_536
 _FILES_BESIDE_CONNECTIONS = 96
 """What a node has open: logs, checkpoints, children, connections of its own to peers."""
 
@@ -182,9 +183,6 @@ def raise_open_files() -> int:
             return soft
         return wanted
     return soft if soft != resource.RLIM_INFINITY else _MOST_FILES
-
-
-_MOST_FILES = 65_536
 
 
 def _limits(max_connections: int, files: int, events: EventLog) -> TransportLimits:

@@ -134,6 +134,8 @@ class Meters:
         registry.bytes_out_total.advance_to(counters.bytes_out)
         for status, count in counters.refused.items():
             registry.refused_total.of(str(status)).advance_to(count)
+        for why, ended in counters.ended().items():
+            registry.connections_ended_total.of(why).advance_to(ended)
         registry.records_refused_total.advance_to(context.membership.core.refused_records)
         registry.show_members(context.member_counts())
         if training is not None:

@@ -185,23 +185,6 @@ class StreamSocket:
             await self._wait(stall_s)
         return self._stage.take(nbytes)
 
-    async def read_until(self, end: bytes, most: int) -> bytes:
-        """Return what comes up to and with ``end``.
-
-        Raises:
-            ConnectionError: the connection is gone.
-            WireError: there is no ``end`` within ``most`` bytes (at most `framing.STAGE_BYTES`).
-        """
-        while True:
-            data = bytes(self._stage.peek())
-            at = data.find(end, 0, most)
-            if at >= 0:
-                return await self.read(at + len(end))
-            if len(data) >= most:
-                raise WireError(f"no whole header within {most} bytes")
-            self._need = len(data) + 1
-            await self._wait(None)
-
     async def fill(self, filling: Filling, stall_s: float | None) -> None:
         """Receive until ``filling`` is full.
 

@@ -12,7 +12,8 @@ from p2pdrl.telemetry.metrics import CONTENT_TYPE, Registry
 NAMES = {
     "env_steps_total", "episodes_total", "updates_total", "steps_per_second", "mean_return", "policy_version",
     "consensus_distance", "loop_lag_seconds", "members", "exchanges_total", "exchange_seconds_count",
-    "bytes_in_total", "bytes_out_total", "learner_restarts_total", "checkpoint_failures_total",
+    "bytes_in_total", "bytes_out_total", "connections_ended_total",
+    "learner_restarts_total", "checkpoint_failures_total",
     "rounds_total", "round_seconds_count", "round_trips_total", "round_bytes_total",
     "learner_wait_seconds_total", "staleness_versions_bucket",
     "strikes_total", "rss_bytes", "build_info", "loop_lag_distribution_seconds_bucket",

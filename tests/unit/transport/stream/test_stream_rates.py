@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -38,17 +37,6 @@ def counted(rate: Rate | None, bytes_s: int, since_s: float) -> float:
     due_s = rate.reserve(0)
     assert due_s is not None
     return (due_s + BURST_S - since_s) * bytes_s
-
-
-@pytest.fixture
-async def ends() -> AsyncIterator[tuple[StreamSocket, StreamSocket]]:
-    one, other = socket.socketpair()
-    for sock in (one, other):
-        sock.setblocking(False)
-    made = StreamSocket(one), StreamSocket(other)
-    yield made
-    for stream in made:
-        stream.close()
 
 
 async def carry(one: StreamSocket, other: StreamSocket, nbytes: int, stall_s: float = 5.0) -> None:

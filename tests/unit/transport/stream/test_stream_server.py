@@ -134,18 +134,22 @@ async def test_strangers_displace_no_stream(patient: Served) -> None:
             writer.transport.abort()
 
 
+def serve_hanging(served: Served) -> tuple[asyncio.Event, asyncio.Semaphore]:
+    """Serve ``hang``, whose calls end at the event; each that has begun releases the semaphore."""
+    release, started = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def hang(_: Incoming) -> Reply:
+        started.release()
+        await release.wait()
+        return Reply(b"")
+
+    served.transport.serve("hang", hang)
+    return release, started
+
+
 async def test_one_peer_has_a_few_streams_only(serve_with: Any, quick: Any) -> None:
     async for served in serve_with(replace(quick, header_deadline_s=5.0, max_streams_per_peer=2)):
-        release, started = asyncio.Event(), asyncio.Semaphore(0)
-
-        async def hang(
-            _: Incoming, release: asyncio.Event = release, started: asyncio.Semaphore = started
-        ) -> Reply:
-            started.release()
-            await release.wait()
-            return Reply(b"")
-
-        served.transport.serve("hang", hang)
+        release, started = serve_hanging(served)
         async with stream(served) as oldest, stream(served) as second:
             await second.call(second.frame(b"ok"))
             async with stream(served) as third:
@@ -163,16 +167,7 @@ async def test_one_peer_has_a_few_streams_only(serve_with: Any, quick: Any) -> N
 
 async def test_promises_do_not_exceed_how_many_there_may_be(serve_with: Any, quick: Any) -> None:
     async for served in serve_with(replace(quick, header_deadline_s=5.0, max_streams_per_peer=2)):
-        release, started = asyncio.Event(), asyncio.Semaphore(0)
-
-        async def hang(
-            _: Incoming, release: asyncio.Event = release, started: asyncio.Semaphore = started
-        ) -> Reply:
-            started.release()
-            await release.wait()
-            return Reply(b"")
-
-        served.transport.serve("hang", hang)
+        release, started = serve_hanging(served)
         openings = [await promised(served) for _ in range(4)]
         async with (
             opened(served, openings[0]) as first,

@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
 
-from p2pdrl.errors import PeerTimeoutError, WireError
+from p2pdrl.errors import PeerTimeoutError
 from p2pdrl.transport.cipher import OPEN
 from p2pdrl.transport.framing import STAGE_BYTES, Filling, batches
 from p2pdrl.transport.limits import PIECE_BYTES
 from p2pdrl.transport.stream.socket import StreamSocket
 
 Ends = tuple[StreamSocket, StreamSocket]
-
-
-@pytest.fixture
-async def ends() -> AsyncIterator[Ends]:
-    one, other = socket.socketpair()
-    for sock in (one, other):
-        sock.setblocking(False)
-    made = StreamSocket(one), StreamSocket(other)
-    yield made
-    for stream in made:
-        stream.close()
-        stream.close()
 
 
 async def say(stream: StreamSocket, data: bytes) -> None:
@@ -190,17 +177,6 @@ async def test_a_cancelled_reader_leaves_its_buffer_alone(ends: Ends) -> None:
     await asyncio.sleep(0.01)
     assert out == bytes(10)
     assert await one.read(10) == b"0123456789"
-
-
-async def test_a_header_that_does_not_end(ends: Ends) -> None:
-    one, other = ends
-    await say(other, b"head\r\n\r\nrest")
-    assert await one.read_until(b"\r\n\r\n", 100) == b"head\r\n\r\n"
-    assert await one.read(4) == b"rest"
-    sending = asyncio.create_task(say(other, b"x" * 200))
-    with pytest.raises(WireError, match="100 bytes"):
-        await one.read_until(b"\r\n\r\n", 100)
-    await sending
 
 
 async def test_arrivals_are_told() -> None:
