@@ -235,6 +235,7 @@ class Node:
             origin = await self._admission.find_swarm(
                 context.membership.joiner, context.address, remembers=opened.remembers, memory=memory
             )
+            early = group.create_task(self._leave_if_done(), name="halt before training")
             require_runnable(origin.task, self._config)  # a resumed one is of an earlier run's configuration
             training = self._make_training(origin.task)
             stack.push_async_callback(self._end_training)
@@ -265,11 +266,22 @@ class Node:
             ):  # nobody had the state: a lineage of our own, with its records
                 self._follower.found(training, founded_at(checkpoint, self._clock.wall()))
             jobs.append(group.create_task(self._fold_later(), name="fold"))
+            early.cancel()
             while await self._train(training):
                 training = await self._change_roles(store, training)
             for job in jobs:
                 job.cancel()
         self.leave("the swarm is done")
+
+    async def _leave_if_done(self) -> None:
+        """Leave as soon as we hear, before we train, that the swarm is done: its members leave, too.
+
+        Who stays up afterwards goes on to fetch the policy, and serves it.
+        """
+        reason = await self._follower.until_done()
+        if not self._config.node.keep_running:
+            self._follower.halt(reason)
+            self.leave("the swarm is done")
 
     async def _follow_address(self) -> None:
         """Tell the others when this machine gets another address: another network, another lease."""

@@ -104,6 +104,15 @@ class RecordFollower:
         except ValueError as error:
             raise ConfigError(f"the options are too many to be told to the swarm: {error}") from error
 
+    async def until_done(self) -> str:
+        """Wait until the records say that the swarm is done, without training by them; return why."""
+        while True:
+            self._changed.clear()
+            condition, halt = self._read(settings.STOP, StopSetting), self._read(settings.HALT, HaltSetting)
+            if condition is not None and halt is not None and _ends(halt[1], condition[0]):
+                return halt[1].reason
+            await self._changed.wait()
+
     async def run(self, training: Training) -> None:
         """Follow the records for ever."""
         async with asyncio.TaskGroup() as group:
@@ -265,16 +274,17 @@ class RecordFollower:
             self.hold(training, paused=pause.paused)
 
     def _follow_halt(self, training: Training) -> None:
-        record = self._context.membership.records.get(settings.HALT)
-        if record is None or self._stop is None or self.halted.is_set():
+        condition, halt = self._read(settings.STOP, StopSetting), self._read(settings.HALT, HaltSetting)
+        if condition is None or halt is None or self.halted.is_set() or not _ends(halt[1], condition[0]):
             return
-        halt = settings.decode(record.value, HaltSetting)
-        if halt is None or (halt.stop_epoch, halt.stop_proposer) != self._stop[0]:
-            return
-        self._context.halted = halt.reason
-        self._context.state = "stopping"
         training.pause(paused=True)
-        self._context.events.emit("halted", f"the swarm is done: {halt.reason}", reason=halt.reason)
+        self.halt(halt[1].reason)
+
+    def halt(self, reason: str) -> None:
+        """End: the swarm is done."""
+        self._context.halted = reason
+        self._context.state = "stopping"
+        self._context.events.emit("halted", f"the swarm is done: {reason}", reason=reason)
         self.halted.set()
 
     def _read(self, key: str, kind: type[S]) -> tuple[SwarmRecord, S] | None:
@@ -291,3 +301,8 @@ class RecordFollower:
             text = f"the swarm's {key} record can't be read; it may come from a newer release of p2pdrl"
             self._context.events.emit("record-unreadable", text, level="warning")
         return None
+
+
+def _ends(halt: HaltSetting, condition: SwarmRecord) -> bool:
+    """Whether a halt is for this stop condition, and not for one before."""
+    return (halt.stop_epoch, halt.stop_proposer) == (condition.epoch, condition.proposer)

@@ -232,3 +232,17 @@ def test_who_waits_for_the_first_node_joins_as_soon_as_that_is_up(swarm, wait_un
         late_s = (at(node, "joined") - at(first, "founded")).total_seconds()
         print(f"{node.name} joined {late_s:.2f} s after the founding")
         assert late_s < 4.0, "aim: 2"
+
+
+def test_who_joins_a_swarm_that_is_done_ends_without_training(swarm, wait_until):
+    """Whoever comes as the others finish doesn't go on alone when they are gone."""
+    first = swarm.start(
+        "first", "--config", "cartpole", "--set", "task.stop.env_steps=300", "--set", "node.keep_running=true"
+    )
+    wait_until(lambda: first.status().get("state") == "stopped", 60, f"first is done:\n{first.text()}")
+    late = swarm.start("late", "--config", "cartpole", peers=first)
+    assert late.wait(30) == 0, late.text()[-3000:]
+    kinds = [event["kind"] for event in late.told()]
+    assert "halted" in kinds, kinds
+    assert "training" not in kinds, kinds
+    assert (late.data / "summary.json").exists()
