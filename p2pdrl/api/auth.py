@@ -2,7 +2,7 @@
 
 | access | on a keyless node | with a swarm key |
 |---|---|---|
-| open (``/``, ``/healthz``) | anyone who reaches the port | anyone who reaches the port |
+| open (``/``, ``/healthz``, ``/readyz``) | anyone who reaches the port | anyone; reasons to some only |
 | metrics | anyone | credentials, unless ``open_metrics`` |
 | read | anyone (it listens on loopback only) | credentials |
 | change | credentials, even on loopback: a lab machine's loopback isn't private | credentials |
@@ -38,6 +38,7 @@ MAC_HEADERS = ("P2PDRL-Time", "P2PDRL-Nonce", "P2PDRL-Mac")
 """The headers of a signed request: wall time, nonce, `p2pdrl.transport.auth.sign_api` over both."""
 
 _MAC = re.compile(r"[0-9a-f]{64}")
+_PROVEN = web.RequestKey("proven", bool)
 _WANTS = {"WWW-Authenticate": 'Bearer realm="p2pdrl"'}
 
 
@@ -86,12 +87,18 @@ class AccessGuard:
             ApiRefusal: 401 without good credentials; 409 for a replay; 400 or 415 for a body.
         """
         _refuse_body(request, takes_body=takes_body)
-        if access is Access.CHANGE or not self._readable(access):
+        shown = "P2PDRL-Mac" in request.headers or "Authorization" in request.headers
+        if access is Access.CHANGE or not self._readable(access) or (access is Access.OPEN and shown):
             self._authenticate(request)
+            request[_PROVEN] = True
         elif access is Access.OPEN or self._node.swarm_keys:
             return
         if (connection := watched(request)) is not None:
             connection.proven = True  # strangers' connections give way to it
+
+    def tells_details(self, request: web.Request) -> bool:
+        """Whether an open route tells this caller more than a yes or no."""
+        return not self._node.swarm_keys or from_this_machine(request) or _PROVEN in request
 
     def _readable(self, access: Access) -> bool:
         if access is Access.OPEN or not self._node.swarm_keys:

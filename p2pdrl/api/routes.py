@@ -3,7 +3,7 @@
 | route | access | answer |
 |---|---|---|
 | ``GET /`` | open | the page |
-| ``GET /healthz`` ``/readyz`` | open, read | 200 or 503, ``{"ok", "reasons"}`` |
+| ``GET /healthz`` ``/readyz`` | open | 200 or 503, ``{"ok", "reasons"}``; strangers get no reasons |
 | ``GET /v1/target`` | open | ``?nonce=…``; whom to sign requests for: ``{"target", "proofs"}``, see `auth` |
 | ``GET /metrics`` | metrics | Prometheus text |
 | ``GET /v1/status`` ``/v1/peers`` ``/v1/config`` | read | JSON |
@@ -54,11 +54,11 @@ def mount(app: web.Application, node: NodeView, clock: Clock | None = None) -> N
     """Add every route of ``node``'s API to ``app``, which isn't started yet."""
     access_guard = AccessGuard(node, clock or SystemClock())
     streams = EventStreams(node.events())
-    routes, acting = _Routes(node), ActHandlers(node)
+    routes, acting = _Routes(node, access_guard), ActHandlers(node)
     table: list[Route] = [
         ("GET", "/", Access.OPEN, load_page().handle),
         ("GET", "/healthz", Access.OPEN, routes.healthz),
-        ("GET", "/readyz", Access.READ, routes.readyz),
+        ("GET", "/readyz", Access.OPEN, routes.readyz),
         ("GET", "/v1/target", Access.OPEN, access_guard.target),
         ("GET", "/metrics", Access.METRICS, routes.metrics),
         ("GET", "/v1/status", Access.READ, _shows(node.status)),
@@ -94,22 +94,25 @@ def _shows(read: Callable[[], object]) -> Handler:
     return handle
 
 
-def _verdict(ok: bool, reasons: list[str], /, **more: object) -> web.Response:
-    return json_answer({"ok": ok, "reasons": reasons, **more}, status=200 if ok else 503)
-
-
 class _Routes:
     """Handlers of one node; those that change something answer ``{"ok": true, …}``."""
 
-    def __init__(self, node: NodeView) -> None:
+    def __init__(self, node: NodeView, access_guard: AccessGuard) -> None:
         self._node = node
+        self._access_guard = access_guard
 
     async def healthz(self, request: web.Request) -> web.Response:
         more = {"data_dir": self._node.data_dir} if from_this_machine(request) else {}
-        return _verdict(*self._node.health(), protocol=PROTOCOL_VERSION, **more)
+        return self._verdict(request, *self._node.health(), protocol=PROTOCOL_VERSION, **more)
 
-    async def readyz(self, _request: web.Request) -> web.Response:
-        return _verdict(*self._node.ready())
+    async def readyz(self, request: web.Request) -> web.Response:
+        return self._verdict(request, *self._node.ready())
+
+    def _verdict(self, request: web.Request, ok: bool, reasons: list[str], **more: object) -> web.Response:
+        """For probes of an orchestrator, which have no credentials: the status says it."""
+        if self._access_guard.tells_details(request):
+            more = {"reasons": reasons, **more}
+        return json_answer({"ok": ok, **more}, status=200 if ok else 503)
 
     async def metrics(self, _request: web.Request) -> web.Response:
         return web.Response(body=self._node.metrics(), headers={"Content-Type": CONTENT_TYPE})

@@ -61,7 +61,6 @@ READS = [
     "/v1/pipeline/trace",
     "/v1/events?follow=0",
     "/v1/checkpoint",
-    "/readyz",
     "/metrics",
 ]
 CHANGES = [
@@ -74,7 +73,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("path", ["/", "/healthz", *READS])
+@pytest.mark.parametrize("path", ["/", "/healthz", "/readyz", *READS])
 async def test_a_keyless_node_can_be_read_by_anyone(start, path):
     client = await start(FakeNode())
     assert (await client.get(path)).status == 200
@@ -191,6 +190,23 @@ async def test_health_says_why_and_tells_the_data_folder_to_this_machine_only(st
         answer = await client.get(path)
         assert answer.status == 503
         assert (await answer.json())["reasons"] == ["the learner is down"]
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz"])
+async def test_with_a_swarm_key_probes_get_a_verdict_and_who_proves_himself_the_reasons(start, clock, path):
+    node = FakeNode(swarm_key=KEY)
+    node.reasons = ["in quarantine for bad parameters: n3"]
+    client = await start(node)
+    proxied = {"X-Forwarded-For": "203.0.113.9"}
+    stranger = await client.get(path, headers=proxied)
+    assert stranger.status == 503
+    assert (await stranger.json()).keys() <= {"ok", "protocol"}
+    assert (await client.get(path, headers=proxied | {"Authorization": "Bearer wrong"})).status == 401
+    proven = await client.get(path, headers=proxied | bearer(node))
+    assert (await proven.json())["reasons"] == node.reasons
+    signature = await signed(client, KEY, "GET", path, clock.wall())
+    assert (await (await client.get(path, headers=proxied | signature)).json())["reasons"] == node.reasons
+    assert (await (await client.get(path)).json())["reasons"] == node.reasons  # this machine
 
 
 async def test_a_signed_request_counts_once_for_its_path_method_and_minute(start, clock):
