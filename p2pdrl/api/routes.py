@@ -102,17 +102,20 @@ class _Routes:
         self._access_guard = access_guard
 
     async def healthz(self, request: web.Request) -> web.Response:
+        ok, reasons = self._node.health()
         more = {"data_dir": self._node.data_dir} if from_this_machine(request) else {}
-        return self._verdict(request, *self._node.health(), protocol=PROTOCOL_VERSION, **more)
+        return self._verdict(request, ok, reasons, {"protocol": PROTOCOL_VERSION, **more})
 
     async def readyz(self, request: web.Request) -> web.Response:
-        return self._verdict(request, *self._node.ready())
+        ok, reasons = self._node.ready()
+        return self._verdict(request, ok, reasons, {})
 
-    def _verdict(self, request: web.Request, ok: bool, reasons: list[str], **more: object) -> web.Response:
+    def _verdict(
+        self, request: web.Request, ok: bool, reasons: list[str], more: dict[str, object]
+    ) -> web.Response:
         """For probes of an orchestrator, which have no credentials: the status says it."""
-        if self._access_guard.tells_details(request):
-            more = {"reasons": reasons, **more}
-        return json_answer({"ok": ok, **more}, status=200 if ok else 503)
+        why = {"reasons": reasons} if self._access_guard.tells_details(request) else {}
+        return json_answer({"ok": ok, **why, **more}, status=200 if ok else 503)
 
     async def metrics(self, _request: web.Request) -> web.Response:
         return web.Response(body=self._node.metrics(), headers={"Content-Type": CONTENT_TYPE})

@@ -47,6 +47,7 @@ from p2pdrl.node.inference import Inference
 from p2pdrl.node.looplag import LoopLagMonitor
 from p2pdrl.node.memory_watch import watch_memory
 from p2pdrl.node.record_follower import RecordFollower
+from p2pdrl.node.service_manager import ServiceManager
 from p2pdrl.node.state import state_transfer
 from p2pdrl.node.state.checkpoints import Checkpoint, Checkpointer, CheckpointStore, as_state
 from p2pdrl.node.state.swarm_memory import SavedMode, SwarmMemory, recall_mode, recall_stop
@@ -127,6 +128,7 @@ class Node:
         self._latest: Training | None = None
         self._wanted_roles: tuple[Role, ...] = ()
         self._roles_wanted = asyncio.Event()
+        self._manager = ServiceManager.of(os.environ)
         self.exit_timer = threading.Timer(SHUTDOWN_S, os._exit, (0,))
         """Ends the process when leaving hangs (a disk that doesn't answer, say)."""
         self.exit_timer.daemon = True
@@ -196,6 +198,7 @@ class Node:
         if not self._leaving.is_set():
             self._leave_reason = reason
             self._leaving.set()
+            self._manager.tell(STOPPING="1", STATUS=f"leaves: {reason}")
             self.exit_timer.start()
 
     async def _until_left(self, work: Coroutine[Any, Any, None]) -> None:
@@ -219,6 +222,7 @@ class Node:
             jobs = [
                 group.create_task(context.membership.watch(), name="membership"),
                 group.create_task(context.lag.run(), name="loop lag"),
+                group.create_task(self._manager.run(self._events), name="service manager"),
             ]
             context.gossip = self._make_gossip()
             jobs.append(group.create_task(context.gossip.run(), name="gossip"))
