@@ -25,6 +25,7 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 PREFIX = "p2pdrl_"
 OTHER = "other"
 _MAX_LABEL_VALUES = 32
+_MAX_LEARNER_METRICS = 64
 
 _PIPELINE = {
     "generation": ("pipeline_generation", "Number of the pipeline that this node is part of; NaN for none."),
@@ -103,6 +104,11 @@ class Registry:
         self.evaluation_mean_return = gauge(
             "evaluation_mean_return", "Mean return of the swarm's newest evaluation; NaN before any."
         )
+        self.swarm_env_steps = gauge("swarm_env_steps", "Environment steps of the whole swarm.")
+        self.healthy = gauge("healthy", "1 while this node is well; status says why not.")
+        self._learner = gauge(
+            "learner_metric", "The learner's own figures of its latest updates (loss, entropy …).", "figure"
+        )
         self.policy_version = gauge("policy_version", "Policy version (Lamport count of updates).")
         self.consensus_distance = gauge(
             "consensus_distance", "Root mean square distance from the swarm's mean, estimated from exchanges."
@@ -157,33 +163,7 @@ class Registry:
             "How many versions the policy of unrolls from other nodes was behind.",
             _STALENESS_BUCKETS,
         )
-        self.act_requests_total = LabelledTotal(
-            self._counter("act_requests_total", "Requests for actions by outcome.", "outcome"),
-            ("ok", "busy", "late", "failed"),
-        )
-        self.act_observations_total = total("act_observations_total", "Observations that were acted on.")
-        self.act_seconds = self._histogram(
-            "act_seconds", "From a request for actions to its answer, good ones only.", _ACT_BUCKETS_S
-        )
-        self.act_batch_observations = self._histogram(
-            "act_batch_observations", "Observations of a batch of requests for actions.", _BATCH_BUCKETS
-        )
-        self.actor_batch_seconds = self._histogram(
-            "actor_batch_seconds",
-            "From the first question of a batch of actors to its answers, by the inference process.",
-            _STEP_BUCKETS_S,
-        )
-        self.actor_batch_environments = self._histogram(
-            "actor_batch_environments",
-            "Environments that the inference process acts for at once.",
-            _BATCH_BUCKETS,
-        )
-        self.inference_starts_total = total(
-            "inference_starts_total", "Times the inference process was started."
-        )
-        self.inference_failures_total = total(
-            "inference_failures_total", "Times the inference process died, hung or couldn't be started."
-        )
+        self._add_inference()
         self.checkpoint_failures_total = total(
             "checkpoint_failures_total", "Checkpoints that couldn't be written."
         )
@@ -193,6 +173,7 @@ class Registry:
         )
         self.rss_bytes = gauge("rss_bytes", "Resident memory of the daemon and its children.")
 
+        self._learner_names: dict[str, None] = {}
         self._pipeline = {figure: gauge(name, meaning) for figure, (name, meaning) in _PIPELINE.items()}
 
         build = Gauge(
@@ -211,6 +192,14 @@ class Registry:
         """Show how many members are in each state."""
         for state, count in counts.items():
             self.members.labels(state).set(count)
+
+    def set_learner(self, figures: Mapping[str, float]) -> None:
+        """Show a learner's figures by name, the first 64 of them; one that it tells no more is NaN."""
+        for name in figures:
+            if len(self._learner_names) < _MAX_LEARNER_METRICS:
+                self._learner_names.setdefault(name)
+        for name in self._learner_names:
+            self._learner.labels(name).set(figures.get(name, float("nan")))
 
     def set_actors(self, actors: Sequence[Mapping[str, object]]) -> None:
         """Show what a node's actors do, as status has it."""
@@ -278,6 +267,37 @@ class Registry:
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, meaning, labels, registry=self._registry)
+
+    def _add_inference(self) -> None:
+        """What the inference process does, for who asks the node to act and for its own actors."""
+        total = self._total
+        self.act_requests_total = LabelledTotal(
+            self._counter("act_requests_total", "Requests for actions by outcome.", "outcome"),
+            ("ok", "busy", "late", "failed"),
+        )
+        self.act_observations_total = total("act_observations_total", "Observations that were acted on.")
+        self.act_seconds = self._histogram(
+            "act_seconds", "From a request for actions to its answer, good ones only.", _ACT_BUCKETS_S
+        )
+        self.act_batch_observations = self._histogram(
+            "act_batch_observations", "Observations of a batch of requests for actions.", _BATCH_BUCKETS
+        )
+        self.actor_batch_seconds = self._histogram(
+            "actor_batch_seconds",
+            "From the first question of a batch of actors to its answers, by the inference process.",
+            _STEP_BUCKETS_S,
+        )
+        self.actor_batch_environments = self._histogram(
+            "actor_batch_environments",
+            "Environments that the inference process acts for at once.",
+            _BATCH_BUCKETS,
+        )
+        self.inference_starts_total = total(
+            "inference_starts_total", "Times the inference process was started."
+        )
+        self.inference_failures_total = total(
+            "inference_failures_total", "Times the inference process died, hung or couldn't be started."
+        )
 
     def _add_traffic(self) -> None:
         """What the transport moves and refuses."""

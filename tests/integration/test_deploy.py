@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import signal
 import socket
@@ -10,6 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from p2pdrl.telemetry.metrics import Registry
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "scripts" / "deploy"
@@ -45,6 +50,28 @@ def test_the_systemd_unit(tmp_path):
     here.write_text(unit.replace("/opt/p2pdrl/bin/p2pdrl", sys.executable))
     said = run(analyze, "verify", "--man=no", str(here))
     assert "p2pdrl.service" not in said, said
+
+
+def test_dashboard_and_alerts_ask_for_metrics_that_there_are():
+    names = {
+        sample.name
+        for family in text_string_to_metric_families(Registry("1").render().decode())
+        for sample in family.samples
+    }
+    dashboard = json.loads((DEPLOY / "monitoring" / "grafana.json").read_text())
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(set(ids)) == len(ids) > 10
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    rules = (DEPLOY / "monitoring" / "alerts.yaml").read_text()
+    wanted = {name for text in [*asked, rules] for name in re.findall(r"p2pdrl_[a-z_]+", text)}
+    assert len(wanted) > 15
+    assert wanted <= names | {"p2pdrl_refused_total", "p2pdrl_learner_metric"}, wanted - names
+
+
+def test_the_alert_rules():
+    promtool = tool("promtool", "it comes with Prometheus")
+    run(promtool, "check", "rules", str(DEPLOY / "monitoring" / "alerts.yaml"))
+    run(promtool, "check", "config", str(DEPLOY / "monitoring" / "prometheus.yaml"))
 
 
 @pytest.mark.parametrize("path", sorted(DEPLOY.glob("*.sbatch")), ids=lambda path: path.name)

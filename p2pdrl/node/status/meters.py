@@ -125,6 +125,8 @@ class Meters:
         newest = context.evaluations.newest
         if newest is not None:
             registry.evaluation_mean_return.set(newest.evaluation.mean)
+        registry.swarm_env_steps.set(context.progress_tracker.total().env_steps)
+        registry.healthy.set(report.healthy)
         registry.policy_version.set(report.policy_version)
         distance = report.consensus_distance
         registry.consensus_distance.set(float("nan") if distance is None else distance)
@@ -139,6 +141,7 @@ class Meters:
         registry.records_refused_total.advance_to(context.membership.core.refused_records)
         registry.show_members(context.member_counts())
         if training is not None:
+            registry.set_learner(training.supervisor.metrics)
             registry.learner_restarts_total.advance_to(training.supervisor.restarts)
             registry.strikes_total.advance_to(training.swarm.quarantine.total)
             if training.actors is not None:

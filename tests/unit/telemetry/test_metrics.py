@@ -16,7 +16,8 @@ NAMES = {
     "learner_restarts_total", "checkpoint_failures_total",
     "rounds_total", "round_seconds_count", "round_trips_total", "round_bytes_total",
     "learner_wait_seconds_total", "staleness_versions_bucket",
-    "strikes_total", "rss_bytes", "build_info", "loop_lag_distribution_seconds_bucket",
+    "strikes_total", "rss_bytes", "swarm_env_steps", "healthy", "build_info",
+    "loop_lag_distribution_seconds_bucket",
 }  # fmt: skip
 
 
@@ -115,3 +116,14 @@ def test_members_by_state(registry: Registry) -> None:
     registry.show_members({"suspect": 2})
     assert registry.value("members", state="suspect") == 2
     assert registry.value("members", state="alive") == 0
+
+
+def test_the_learners_figures_are_shown_while_it_tells_them(registry: Registry) -> None:
+    registry.set_learner({"loss": 0.5, "entropy": 0.7})
+    registry.set_learner({"loss": 0.25})
+    assert registry.value("learner_metric", figure="loss") == 0.25
+    entropy = registry.value("learner_metric", figure="entropy")
+    assert entropy is not None
+    assert entropy != entropy
+    registry.set_learner({f"made up {number}": 1.0 for number in range(1000)})
+    assert len(series(registry)["p2pdrl_learner_metric"]) == 64
