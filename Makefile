@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help venv demo test test-slow lint format bench wheel clean
+.PHONY: help venv demo test test-slow lint format bench docs wheel clean
 
 help:
 	@echo "make demo       a local swarm of three nodes that trains CartPole-v1 until it is solved"
@@ -14,6 +14,7 @@ help:
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make format     ruff format"
 	@echo "make bench      benchmarks"
+	@echo "make docs       the documentation as a site in ./site"
 	@echo "make wheel      dist/*.whl"
 
 venv: $(STAMP)
@@ -49,8 +50,12 @@ format: $(STAMP)
 bench: $(STAMP)
 	@for script in scripts/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
+docs: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 wheel: $(STAMP)
 	@$(BIN)/python -m build --wheel --outdir dist .
 
 clean:
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) dist build site .mypy_cache .ruff_cache .pytest_cache .hypothesis
