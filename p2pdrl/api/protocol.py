@@ -121,6 +121,9 @@ class NodeView(Protocol):
     def evaluations(self) -> list[dict[str, object]]:
         """The swarm's evaluations, oldest first."""
 
+    def history(self) -> dict[str, object]:
+        """What all members have told over time, as columns."""
+
     def rounds(self) -> list[dict[str, object]]:
         """The last rounds of the strategy, oldest first."""
 

@@ -7,7 +7,7 @@
 | ``GET /v1/target`` | open | ``?nonce=…``; whom to sign requests for: ``{"target", "proofs"}``, see `auth` |
 | ``GET /metrics`` | metrics | Prometheus text |
 | ``GET /v1/status`` ``/v1/peers`` ``/v1/config`` | read | JSON |
-| ``GET /v1/mode`` ``/v1/rounds`` ``/v1/evaluations`` | read | JSON |
+| ``GET /v1/mode`` ``/v1/rounds`` ``/v1/evaluations`` ``/v1/history`` | read | JSON |
 | ``GET /v1/pipeline/trace`` | read | Chrome's trace format; ``?seconds=2``, up to 60 |
 | ``GET /v1/events`` | read | event stream; ``?follow=0`` a JSON list; ``?since=N`` |
 | ``GET /v1/checkpoint`` | read | safetensors file |
@@ -67,6 +67,7 @@ def mount(app: web.Application, node: NodeView, clock: Clock | None = None) -> N
         ("GET", "/v1/mode", Access.READ, _shows(node.mode)),
         ("GET", "/v1/rounds", Access.READ, _shows(node.rounds)),
         ("GET", "/v1/evaluations", Access.READ, _shows(node.evaluations)),
+        ("GET", "/v1/history", Access.READ, _shows(node.history)),
         ("GET", "/v1/pipeline/trace", Access.READ, routes.trace),
         ("GET", "/v1/events", Access.READ, streams.handle),
         ("GET", "/v1/checkpoint", Access.READ, routes.export),

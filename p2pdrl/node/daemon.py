@@ -573,6 +573,7 @@ class Node:
         training.sweep_actors(context.alive())
         self._follower.on_gossip_round(training)
         self._meters.write_scalars()
+        self._reporter.sample()
 
     def _on_member(self, event: MemberEvent) -> None:
         member = event.member

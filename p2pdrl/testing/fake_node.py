@@ -159,6 +159,10 @@ class FakeNode:
         """Two rounds, or what the test has set."""
         return self.last_rounds
 
+    def history(self) -> dict[str, object]:
+        """One sample."""
+        return {"times": [1.0], "env_steps": [0], "steps_per_s": [0.0], "nodes": {}}
+
     def evaluations(self) -> list[dict[str, object]]:
         """Two evaluations, or what the test has set."""
         return self.last_evaluations

@@ -26,6 +26,7 @@ from p2pdrl.node.accounting.report_table import PeerReport
 from p2pdrl.node.context import NodeContext
 from p2pdrl.node.settings import ModeSetting
 from p2pdrl.node.status import health, pipeline
+from p2pdrl.node.status.history import History
 from p2pdrl.node.status.pipeline import measured_facts
 from p2pdrl.transport.protocol import Address
 
@@ -124,6 +125,7 @@ class StatusReporter:
         self._context = context
         self._seq = 0
         self._processes: dict[int, psutil.Process] = {}
+        self._history = History()
 
     # --- of this node ---------------------------------------------------------------------------
 
@@ -379,6 +381,19 @@ class StatusReporter:
         return [] if training is None else training.accounting.rounds(self.namer())
 
     # --- of everybody ---------------------------------------------------------------------------
+
+    def sample(self) -> None:
+        """Add to the history what all members tell now."""
+        context = self._context
+        members = {member.id: member.name for member in context.membership.members()}
+        reports = [self.report(), *self.reports()]
+        self._history.sample(
+            context.clock.wall(), context.progress_tracker.total().env_steps, reports, members
+        )
+
+    def history(self) -> dict[str, object]:
+        """The document of ``/v1/history``."""
+        return self._history.document()
 
     def peers(self) -> list[dict[str, object]]:
         """The document of ``/v1/peers``: every known member, ourselves first, then by name."""

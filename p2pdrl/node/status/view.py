@@ -108,6 +108,10 @@ class ApiView:
         """The document of ``/v1/rounds``."""
         return _need(self._reporter).rounds()
 
+    def history(self) -> dict[str, object]:
+        """The document of ``/v1/history``."""
+        return _need(self._reporter).history()
+
     def evaluations(self) -> list[dict[str, object]]:
         """The document of ``/v1/evaluations``."""
         return _need(self._reporter).evaluations()
