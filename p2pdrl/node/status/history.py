@@ -38,6 +38,10 @@ class History:
         self._speeds: list[float] = []
         self._curves: dict[str, _Curve] = {}
 
+    def due(self, wall_s: float) -> bool:
+        """Whether it is time for a sample."""
+        return not self._times or wall_s >= self._times[-1] + self._every_s
+
     def sample(
         self, wall_s: float, env_steps: int, reports: Iterable[PeerReport], names: dict[str, str]
     ) -> None:
@@ -49,7 +53,7 @@ class History:
             reports: the newest of each living member, ours included.
             names: by node id.
         """
-        if self._times and wall_s < self._times[-1] + self._every_s:
+        if not self.due(wall_s):
             return
         reports = list(reports)
         for report in reports:

@@ -385,6 +385,8 @@ class StatusReporter:
     def sample(self) -> None:
         """Add to the history what all members tell now."""
         context = self._context
+        if not self._history.due(context.clock.wall()):
+            return
         members = {member.id: member.name for member in context.membership.members()}
         reports = [self.report(), *self.reports()]
         self._history.sample(
