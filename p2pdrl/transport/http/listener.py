@@ -222,12 +222,12 @@ class Watchdog:
             connection.abort()
 
     def _tick(self) -> None:
+        self.start()  # first: a bug in one connection must leave the others watched
         now_s = self.clock.monotonic()
         for connection in tuple(self._hosts):
             if connection.too_slow(now_s):
                 self.counters.dropped_connections += 1
                 connection.abort()
-        self.start()
 
 
 _FEW_STRANGERS = 64
@@ -319,10 +319,14 @@ class Watched(asyncio.Protocol):
         transport = self._transport
         if transport is None:
             return False
-        body_open = (
-            self._request is not None and not self._request.content.is_eof() and transport.is_reading()
-        )
-        unsent_bytes = transport.get_write_buffer_size()
+        try:
+            body_open = (
+                self._request is not None and not self._request.content.is_eof() and transport.is_reading()
+            )
+            unsent_bytes = transport.get_write_buffer_size()
+        except AttributeError:
+            # Closed twice, a TLS transport of asyncio's forgets its other half. That ends by itself.
+            return False
         return self._pace.verdict(now_s, body_open=body_open, unsent_bytes=unsent_bytes) is not None
 
     def abort(self) -> None:
