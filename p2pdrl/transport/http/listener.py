@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Literal, Protocol
 
-from aiohttp import web
+from aiohttp import ClientConnectionResetError, web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
@@ -644,13 +644,16 @@ _PORTS_TRIED = 100
 _log = logging.getLogger("p2pdrl.transport.http")
 
 
-def _isnt_a_bad_request(record: logging.LogRecord) -> bool:
-    """Leave out the trace that aiohttp logs for each malformed request: anybody could fill the disk."""
+def _isnt_a_callers_fault(record: logging.LogRecord) -> bool:
+    """Leave out what aiohttp logs with a trace for each malformed request, and for callers who have hung up.
+
+    Anybody could fill the disk.
+    """
     error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, HttpProcessingError)
+    return not isinstance(error, HttpProcessingError | ClientConnectionResetError)
 
 
-_log.addFilter(_isnt_a_bad_request)
+_log.addFilter(_isnt_a_callers_fault)
 
 
 class Listener:
