@@ -78,7 +78,8 @@ TOLD = {
 START_S = 300.0
 COME_UP_S = 45.0
 """So long the others may take; it is added to the minutes."""
-WARM_S = 60.0
+WARM_S = 45.0
+"""From the moment that a node trains to the first of the figures that its later ones are held against."""
 GROWTH = 0.10
 MORE_FILES, MORE_SOCKETS, MORE_THREADS, MORE_TASKS = 2, 12, 6, 15
 CRASHED = re.compile(
@@ -182,7 +183,7 @@ class Campaign:
             "numbers": Figure("finite"),
             "checkpoints": Figure("each time"),
             "counts": Figure("equal on all; what was told and no more"),
-            "memory": Figure(f"grows by {GROWTH:.0%} at most after {WARM_S:g} s"),
+            "memory": Figure(f"grows by {GROWTH:.0%} at most once it has trained for {WARM_S:g} s"),
             "leaks": Figure(
                 f"{MORE_FILES} files, {MORE_SOCKETS} sockets, {MORE_THREADS} threads, {MORE_TASKS} tasks more"
             ),
@@ -207,7 +208,7 @@ class Campaign:
         """Start, break, mend, count, end, judge."""
         self._start()
         for scene in self.scenes:
-            needs_s = scene.seconds + self.limits.rejoin_s
+            needs_s = scene.seconds + min(60.0, self.limits.rejoin_s)
             if time.monotonic() + needs_s > self._deadline_s - self.limits.end_s:
                 continue  # a shorter one may still fit
             self._play(scene)
@@ -752,7 +753,7 @@ class Campaign:
     def _judge_usage(self) -> None:
         for slot in self.swarm.slots:
             run = slot.run
-            warm = [u for u in run.usage if WARM_S <= u.at_s - run.began_s <= WARM_S + 45]
+            warm = [u for u in run.usage if WARM_S <= u.at_s - run.trained_s <= WARM_S + 45]
             last = [u for u in run.usage if u.at_s >= self._deadline_s - 30]
             if len(warm) < 3 or len(last) < 2 or last[0].at_s - warm[-1].at_s < 30:
                 continue
