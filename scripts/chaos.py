@@ -1,9 +1,9 @@
 """Breaks a real swarm on this machine in every way that is at hand, and looks whether all promises are kept.
 
 Nodes are processes that train CartPole. On Linux as root each is a machine of its own (network namespaces,
-whose packets this script passes on, delays and loses), with a wall clock that jumps on one and a small disk on
-another; elsewhere they are on loopback behind proxies, and the report says what was left out. What happens
-when is drawn from the seed. The swarm ends by its stop condition; then `report.md` and `report.json` say what
+whose packets this script passes on, delays and loses), one with a wall clock that jumps and one with a small
+disk; elsewhere they are on loopback behind proxies, and the report says what was left out. What happens when
+is drawn from the seed. The swarm ends by its stop condition; then `report.md` and `report.json` say what
 was promised, measured and violated, and how to run the same again.
 
     python scripts/chaos.py --minutes 15 --seed 1 --out /tmp/chaos-1
@@ -932,8 +932,8 @@ def main() -> None:
         if given.only:
             left_out |= {kind: "not asked for" for kind in KINDS if kind not in given.only}
         scenes = draw(
-            given.seed, given.nodes, int(given.minutes * 6), without=left_out, clock=clock, disk=disk, actor=actor,
-            shorter=min(1.0, given.minutes / 8),
+            given.seed, given.nodes, int(given.minutes * 6), without=left_out, clock=clock, disk=disk,
+            actor=actor, shorter=min(1.0, given.minutes / 8),
         )  # fmt: skip
         campaign = Campaign(swarm, scenes, given.minutes, given.patience)
         command = f"python scripts/chaos.py {' '.join(sys.argv[1:])}"

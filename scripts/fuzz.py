@@ -1,10 +1,11 @@
 """Mutated bytes at every decoder of what others send, and at a live node on loopback.
 
-First each decoder (`support.decoders`) is given mutations of good examples: flipped, cut, doubled and inserted
-bytes, lengths at their edges, pieces of other messages, nesting. It may refuse them; anything else that it raises
-is a bug, and so is a second of its time or 64 MiB of memory for one input. Then a keyed node gets mutated HTTP
-requests, TLS handshakes and openings of streams. It has to live on, to answer its health meanwhile, to answer
-nothing by 500, to log no traceback, to give all descriptors back, and to stay within 64 MiB of its memory.
+First each decoder (`support.decoders`) is given mutations of good examples: flipped, cut, doubled and
+inserted bytes, lengths at their edges, pieces of other messages, nesting. It may refuse them; anything else
+that it raises is a bug, and so is a second of its time or 64 MiB of memory for one input. Then a keyed node
+gets mutated HTTP requests, TLS handshakes and openings of streams. It has to live on, to answer its health
+meanwhile, to answer nothing by 500, to log no traceback, to give all descriptors back, and to stay within
+64 MiB of its memory.
 
     python scripts/fuzz.py --minutes 10 --seed 1
 
@@ -37,12 +38,45 @@ from support.local_swarm import LocalSwarm
 SLOW_S = 1.0
 MORE_BYTES = 64 << 20
 LONGEST = 1 << 16
-EDGES = (b"\0", b"\xff", b"\x7f\xff\xff\xff", b"\x80\0\0\0", b"\xff" * 8, b"\xdd\xff\xff\xff\xff", b"\xc6\x7f\xff\xff\xff")
-WORDS = (b"NaN", b"Infinity", b"-1", b"1e999", b"9" * 400, b"[" * 3000, b"{" * 3000, b"\x91" * 3000, b"\r\n", b"\0")
+EDGES = (
+    b"\0",
+    b"\xff",
+    b"\x7f\xff\xff\xff",
+    b"\x80\0\0\0",
+    b"\xff" * 8,
+    b"\xdd\xff\xff\xff\xff",
+    b"\xc6\x7f\xff\xff\xff",
+)
+WORDS = (
+    b"NaN",
+    b"Infinity",
+    b"-1",
+    b"1e999",
+    b"9" * 400,
+    b"[" * 3000,
+    b"{" * 3000,
+    b"\x91" * 3000,
+    b"\r\n",
+    b"\0",
+)
 API = [
     *("/", "/healthz", "/readyz", "/metrics", "/v1/target?nonce=aa", "/v1/status", "/v1/peers", "/v1/config"),
-    *("/v1/mode", "/v1/rounds", "/v1/evaluations", "/v1/events?follow=0", "/v1/checkpoint", "/v1/act", "/v1/pause"),
-    *("/v1/resume", "/v1/roles?role=actor", "/v1/mode?mode=local", "/v1/pipeline/trace?seconds=1", "/v1/nothing"),
+    *(
+        "/v1/mode",
+        "/v1/rounds",
+        "/v1/evaluations",
+        "/v1/events?follow=0",
+        "/v1/checkpoint",
+        "/v1/act",
+        "/v1/pause",
+    ),
+    *(
+        "/v1/resume",
+        "/v1/roles?role=actor",
+        "/v1/mode?mode=local",
+        "/v1/pipeline/trace?seconds=1",
+        "/v1/nothing",
+    ),
 ]
 PEER = [f"/p2p/{route}" for route in (*SWIM, *STRATEGY)]
 
@@ -83,7 +117,9 @@ class Findings:
         """Tell of one, unless it is known."""
         self.kinds[kind] += 1
         if self.kinds[kind] == 1:
-            print(json.dumps({"kind": kind, "detail": detail[-3000:], "input": data[:2000].hex()}), flush=True)
+            print(
+                json.dumps({"kind": kind, "detail": detail[-3000:], "input": data[:2000].hex()}), flush=True
+            )
 
 
 def try_decoder(one: Decoder, data: bytes, findings: Findings) -> bool:
@@ -199,10 +235,13 @@ class Attacker:
         path = rng.choice(API + PEER).encode()
         body = rng.randbytes(rng.choice((0, 0, 5, 300, 5000)))
         lines = [b"%s %s HTTP/1.1\r\n" % (method, path), self._host]
-        lines += rng.choice(([b"Content-Length: %d\r\n" % len(body)], [b"Transfer-Encoding: chunked\r\n"], []))
+        lines += rng.choice(
+            ([b"Content-Length: %d\r\n" % len(body)], [b"Transfer-Encoding: chunked\r\n"], [])
+        )
         if rng.random() < 0.3:
             lines += [rng.choice((
-                b"Content-Encoding: gzip\r\n", b"Origin: http://evil.example\r\n", b"Expect: 100-continue\r\n",
+                b"Content-Encoding: gzip\r\n", b"Origin: http://evil.example\r\n",
+                b"Expect: 100-continue\r\n",
                 b"Upgrade: websocket\r\nConnection: Upgrade\r\n", b"Content-Type: application/json\r\n",
                 b"X-P2PDRL-Meta: 99999999999\r\n", b"Authorization: Bearer x\r\n",
             ))]  # fmt: skip
@@ -236,8 +275,12 @@ def _client_hello() -> bytes:
 
 def main() -> None:
     """Read the arguments, fuzz, tell."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0, help="half for the decoders, half for the node")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="half for the decoders, half for the node"
+    )
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     rng, findings = random.Random(given.seed), Findings()
@@ -248,8 +291,7 @@ def main() -> None:
     never = sorted(name for name, (_, good) in counts.items() if not good)
     print(f"of {', '.join(never) or 'none'} no mutation was taken", file=sys.stderr)
     pace = ["--config", "cartpole", "--set=node.learner.step_delay_s=0.05", "--set=node.actors.count=0"]
-    with LocalSwarm(1, pace) as swarm:
-        # made by keygen, so that the node speaks TLS and streams as in a swarm with a key
+    with LocalSwarm(1, pace, key=True) as swarm:
         swarm.ready()
         attacker = Attacker(swarm, rng, findings)
         attacker.run(seconds)

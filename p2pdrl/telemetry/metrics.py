@@ -134,7 +134,8 @@ class Registry:
         self._add_traffic()
         self.strikes_total = total("strikes_total", "Poisoned vectors received from peers.")
         self.membership_messages_total = total(
-            "membership_messages_total", "Requests and answers of the membership protocol that this node sent."
+            "membership_messages_total",
+            "Requests and answers of the membership protocol that this node sent.",
         )
         self.records_refused_total = total(
             "records_refused_total",

@@ -1,4 +1,4 @@
-"""Machines on a network whose every packet can be delayed, lost or cut, for real nodes as processes. Wants root.
+"""Machines on a network whose every packet can be delayed, lost or cut, for real nodes. Wants root.
 
 Each machine is a network namespace of Linux with one interface, a TUN device, whose packets this process
 passes on. So TCP meets what it meets on bad links (retransmission, silence, a path that works one way only),

@@ -108,7 +108,9 @@ def _transport() -> list[Decoder]:
         Decoder("transport.pipe.frames", (piped,), lambda d: frames.unpack_head(fixed(d, frame), 7)),
         Decoder("transport.opening", (opening,), ConnectionOpening.decode),
         Decoder("transport.pipe.PipeAnswer", (piped_answer,), PipeAnswer.decode),
-        Decoder("transport.codec", (_pack({"a": [1, 2.5, "x", b"y", None]}),), lambda d: codec.decode(d, Any)),
+        Decoder(
+            "transport.codec", (_pack({"a": [1, 2.5, "x", b"y", None]}),), lambda d: codec.decode(d, Any)
+        ),
         Decoder(
             "transport.http.RequestHead",
             (lines(head.to_headers()),),

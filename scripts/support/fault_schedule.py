@@ -1,4 +1,4 @@
-"""What a campaign of faults does when: drawn from a seed before anything runs, so that it can be run again."""
+"""What a campaign of faults does when: drawn from a seed before anything runs, so it can be run again."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Real nodes whose network, clocks, disks and processes a campaign breaks and mends; each is watched by a thread.
+"""Real nodes whose network, clocks, disks and processes a campaign breaks and mends; a thread watches each.
 
 On Linux as root each node is a machine of a `PacketNetwork`; elsewhere all are on loopback, each behind a
-`FaultProxy`, and what only packets can show is left out (`FaultSwarm.abilities` says what there is, and why
-the rest isn't).
+`FaultProxy`, and what only packets can show can't be done (`FaultSwarm.no_packets` says why).
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from typing import Any, Self, TypeVar
 
 import psutil
 
+from p2pdrl.api.keyfile import write_swarm_key
 from p2pdrl.cli.client import NodeClient
 from p2pdrl.errors import P2PDRLError
 from p2pdrl.testing.fault_proxy import FaultProxy
@@ -223,8 +223,7 @@ class FaultSwarm:
 
     def __enter__(self) -> Self:
         self.temporary.mkdir(parents=True)
-        keygen = [sys.executable, "-m", "p2pdrl", "keygen", str(self.folder / "key")]
-        subprocess.run(keygen, check=True, capture_output=True)
+        write_swarm_key(self.folder / "key")
         if not self.no_packets:
             try:
                 network = PacketNetwork(len(self.slots), seed=self._seed)
@@ -442,7 +441,7 @@ class FaultSwarm:
             links = []
             for entry in Path(f"/proc/{process.pid}/fd").iterdir():
                 try:
-                    links.append(os.readlink(entry))
+                    links.append(str(entry.readlink()))
                 except OSError:
                     continue  # closed just now
             sockets = sum(link.startswith("socket:") for link in links)

@@ -1,9 +1,9 @@
-"""A daemon killed at every step of writing its files always comes back, with a whole checkpoint and its counts.
+"""A daemon killed at any step of writing its files comes back, with a whole checkpoint and its counts.
 
-The daemon is the real one, with a learner that only counts. A ``sitecustomize`` of its own counts what it does to
-the files of one folder (open, each half of each write, fsync, link, rename, unlink, mkdir) and kills the process
-right before the one that is asked for. The next daemon, on the same folder, is killed at the next one; so each has
-to come up from what its predecessor left.
+The daemon is the real one, with a learner that only counts. A ``sitecustomize`` of its own counts what it
+does to the files of one folder (open, each half of each write, fsync, link, rename, unlink, mkdir) and kills
+the process right before the one that is asked for. The next daemon, on the same folder, is killed at the next
+one; so each has to come up from what its predecessor left.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def make_mortal(swarm, tmp_path):
 
 
 def settle(mortal, wait_until):
-    """Let a daemon save until its history is full, and one more save; return its id and the steps of that one."""
+    """Let a daemon save until its history is full, and once more; return its id and that save's steps."""
     node = mortal.start(0)
     resumes(node, wait_until, None)
 

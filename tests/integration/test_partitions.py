@@ -1,4 +1,4 @@
-"""Six real nodes on a network of packets: two halves, a way that works in one direction only, loss on slow links.
+"""Six real nodes on a network of packets: two halves, a way cut in one direction, loss on slow links.
 
 Scenes and judgements are those of ``scripts/chaos.py``. Wants root.
 """

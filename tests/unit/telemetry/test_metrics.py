@@ -16,7 +16,8 @@ NAMES = {
     "learner_restarts_total", "checkpoint_failures_total",
     "rounds_total", "round_seconds_count", "round_trips_total", "round_bytes_total",
     "learner_wait_seconds_total", "staleness_versions_bucket",
-    "strikes_total", "membership_messages_total", "rss_bytes", "tasks", "build_info", "loop_lag_distribution_seconds_bucket",
+    "strikes_total", "membership_messages_total", "rss_bytes", "tasks",
+    "build_info", "loop_lag_distribution_seconds_bucket",
 }  # fmt: skip
 
 
