@@ -52,6 +52,9 @@ unroll_steps = 32
 epochs = 1
 minibatches = 2
 
+[task.evaluation]
+every = 0
+
 [task.stop]
 time_s = {time_s}
 
