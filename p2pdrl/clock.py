@@ -66,6 +66,10 @@ class ManualClock:
         self._monotonic_s += seconds
         self._wall_s += seconds
 
+    def jump(self, seconds: float) -> None:
+        """Set the wall clock forward, or back, as a person or NTP may."""
+        self._wall_s += seconds
+
 
 class LoopClock:
     """The running event loop's time, which tests replace by a virtual one.

@@ -188,6 +188,7 @@ class MembershipService:
     Attributes:
         joiner: tries the seeds.
         joined: set once some member took us in, or we took one in.
+        messages: requests and answers of the protocol that this node sent.
     """
 
     def __init__(
@@ -221,6 +222,7 @@ class MembershipService:
         self._wake_at = float("inf")
         self._dirty = False
         self._closed = False
+        self.messages = 0
         self.joiner = Joiner(
             transport=transport,
             clock=clock,
@@ -386,6 +388,7 @@ class MembershipService:
 
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
+            self.messages += isinstance(effect, Send | Respond | Reject)
             if isinstance(effect, Send):
                 self._spawn(self._send(effect), "membership call", self._sends)
             elif isinstance(effect, Respond):

@@ -47,6 +47,8 @@ class RecordFollower:
         self._caught_up_s = float("-inf")
         self._told_unreadable: dict[str, tuple[int, str]] = {}
         self._stop: tuple[tuple[int, str], StopSetting] | None = None
+        self._born_s = 0.0
+        """Monotonic time of the founding: the wall clock may jump once the records have told it."""
         self._mode_at: tuple[int, str] = (0, "")
         self._pause_at: tuple[int, str] = (0, "")
         self.halted = asyncio.Event()
@@ -131,7 +133,12 @@ class RecordFollower:
         """Follow all records but the mode: none of them has to wait for an exchange."""
         if (found := self._read(settings.STOP, StopSetting)) is not None:
             record, condition = found
-            self._stop = ((record.epoch, record.proposer), condition)
+            version = (record.epoch, record.proposer)
+            if self._stop is None or self._stop[0] != version:
+                clock = self._context.clock
+                age_s = max(0.0, clock.wall() - condition.founded_at)
+                self._born_s = clock.monotonic() - age_s
+            self._stop = (version, condition)
             self.founded_at = condition.founded_at
             training.stop_config = condition.stop
             training.supervisor.set_window(condition.stop.window)
@@ -172,7 +179,7 @@ class RecordFollower:
         last = condition.stop.env_steps
         training.progress(min(1.0, steps / last) if last else 0.0, steps)
         reports = self._reporter.living_reports()
-        age_s = max(0.0, context.clock.wall() - condition.founded_at)
+        age_s = context.clock.monotonic() - self._born_s
         evaluations = context.evaluations if training.task.evaluated else None
         reached = stop.judge(condition.stop, steps, age_s, reports or [], evaluations)
         if reached is not None:

@@ -139,6 +139,10 @@ class Registry:
         )
         self._add_traffic()
         self.strikes_total = total("strikes_total", "Poisoned vectors received from peers.")
+        self.membership_messages_total = total(
+            "membership_messages_total",
+            "Requests and answers of the membership protocol that this node sent.",
+        )
         self.records_refused_total = total(
             "records_refused_total",
             "Membership and swarm records from peers that were forged or out of bounds.",
@@ -172,6 +176,7 @@ class Registry:
             "loop_lag_distribution_seconds", "Lags of the daemon's event loop.", _LAG_BUCKETS_S
         )
         self.rss_bytes = gauge("rss_bytes", "Resident memory of the daemon and its children.")
+        self.tasks = gauge("tasks", "Tasks of the daemon's event loop.")
 
         self._learner_names: dict[str, None] = {}
         self._pipeline = {figure: gauge(name, meaning) for figure, (name, meaning) in _PIPELINE.items()}

@@ -27,6 +27,7 @@ from urllib.parse import urlencode
 
 import psutil
 
+from p2pdrl.api.keyfile import write_swarm_key
 from p2pdrl.cli.client import NodeClient
 from p2pdrl.errors import P2PDRLError
 from p2pdrl.transport.protocol import Address
@@ -171,8 +172,7 @@ class LocalSwarm:
         self.root = Path(self._folder.name)
         self._arguments = list(arguments)
         if key:
-            (self.root / "key").write_text("ab" * 32 + "\n")
-            (self.root / "key").chmod(0o600)
+            write_swarm_key(self.root / "key")
             self._arguments += ["--swarm-key-file", str(self.root / "key")]
         self._each = each or {}
         self.ports = free_ports(count)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from p2pdrl.membership.parameters import MembershipConfig
 from p2pdrl.testing.membership_simulator import SimulatedSwarm
 
 DETECTION_S = {8: 8.0, 32: 11.0, 100: 15.0}
@@ -173,3 +174,39 @@ def test_a_thousand_nodes_for_80_s() -> None:
     swarm.run(20.0)
     swarm.kill(3)
     assert swarm.seconds_until(lambda: swarm.all_see(3, "dead"), 18.0, every_s=0.5) is not None
+
+
+WAN_WAY_S = (0.05, 0.8)
+"""Round trips of up to 1.6 s, beyond the LAN's deadline of half a second."""
+
+
+def wan(seed: int, **options: object) -> SimulatedSwarm:
+    swarm = SimulatedSwarm(8, seed=seed, config=MembershipConfig.wan(), delay_s=WAN_WAY_S, **options)
+    swarm.run(60.0)
+    return swarm
+
+
+@pytest.mark.parametrize("seed", FEW_SEEDS)
+def test_the_wan_profile_bears_round_trips_of_seconds(seed: int) -> None:
+    swarm = wan(seed, loss=0.1)
+    before = swarm.messages
+    swarm.run(600.0)
+    assert swarm.told("dead") == []
+    assert (swarm.messages - before) / 8 / 600 <= 2.5
+
+
+@pytest.mark.parametrize("seed", FEW_SEEDS)
+def test_the_wan_profile_finds_the_dead_and_heals_within_a_minute(seed: int) -> None:
+    swarm = wan(seed)
+    swarm.pause(1)
+    swarm.run(swarm.config.suspicion_min_s(8) - 0.1)
+    swarm.resume(1)
+    swarm.run(60.0)
+    assert swarm.told("dead") == []
+    swarm.kill(3)
+    assert swarm.seconds_until(lambda: swarm.all_see(3, "dead"), 60.0) is not None
+    swarm.partition(range(4), range(4, 8))
+    swarm.run(180.0)
+    assert not swarm.converged()
+    swarm.heal()
+    assert swarm.seconds_until(swarm.converged, 60.0) is not None

@@ -131,6 +131,7 @@ class Meters:
         distance = report.consensus_distance
         registry.consensus_distance.set(float("nan") if distance is None else distance)
         registry.rss_bytes.set(report.rss_bytes)
+        registry.tasks.set(len(asyncio.all_tasks()))
         counters = context.transport.counters
         registry.bytes_in_total.advance_to(counters.bytes_in)
         registry.bytes_out_total.advance_to(counters.bytes_out)
@@ -138,6 +139,7 @@ class Meters:
             registry.refused_total.of(str(status)).advance_to(count)
         for why, ended in counters.ended().items():
             registry.connections_ended_total.of(why).advance_to(ended)
+        registry.membership_messages_total.advance_to(context.membership.messages)
         registry.records_refused_total.advance_to(context.membership.core.refused_records)
         registry.show_members(context.member_counts())
         if training is not None:

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Literal, Protocol
 
-from aiohttp import web
+from aiohttp import ClientConnectionResetError, web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
@@ -222,12 +222,12 @@ class Watchdog:
             connection.abort()
 
     def _tick(self) -> None:
+        self.start()  # first: a bug in one connection must leave the others watched
         now_s = self.clock.monotonic()
         for connection in tuple(self._hosts):
             if connection.too_slow(now_s):
                 self.counters.dropped_connections += 1
                 connection.abort()
-        self.start()
 
 
 _FEW_STRANGERS = 64
@@ -319,10 +319,14 @@ class Watched(asyncio.Protocol):
         transport = self._transport
         if transport is None:
             return False
-        body_open = (
-            self._request is not None and not self._request.content.is_eof() and transport.is_reading()
-        )
-        unsent_bytes = transport.get_write_buffer_size()
+        try:
+            body_open = (
+                self._request is not None and not self._request.content.is_eof() and transport.is_reading()
+            )
+            unsent_bytes = transport.get_write_buffer_size()
+        except AttributeError:
+            # Closed twice, a TLS transport of asyncio's forgets its other half. That ends by itself.
+            return False
         return self._pace.verdict(now_s, body_open=body_open, unsent_bytes=unsent_bytes) is not None
 
     def abort(self) -> None:
@@ -640,13 +644,16 @@ _PORTS_TRIED = 100
 _log = logging.getLogger("p2pdrl.transport.http")
 
 
-def _isnt_a_bad_request(record: logging.LogRecord) -> bool:
-    """Leave out the trace that aiohttp logs for each malformed request: anybody could fill the disk."""
+def _isnt_a_callers_fault(record: logging.LogRecord) -> bool:
+    """Leave out what aiohttp logs with a trace for each malformed request, and for callers who have hung up.
+
+    Anybody could fill the disk.
+    """
     error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, HttpProcessingError)
+    return not isinstance(error, HttpProcessingError | ClientConnectionResetError)
 
 
-_log.addFilter(_isnt_a_bad_request)
+_log.addFilter(_isnt_a_callers_fault)
 
 
 class Listener:

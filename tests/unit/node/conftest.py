@@ -76,6 +76,7 @@ class FakeMembership:
         self.on_record: Callable[[Any], None] = lambda record: None
         self.asked: list[str] = []
         self.core = SimpleNamespace(refused_records=0)
+        self.messages = 0
 
     @staticmethod
     def view(node: str, name: str, state: str = "alive", **fields: Any) -> MemberView:

@@ -175,6 +175,19 @@ async def test_time_is_counted_from_the_founding(follower, membership, training,
     assert membership.records.get(settings.HALT) is not None
 
 
+async def test_a_wall_clock_that_jumps_ends_no_swarm(follower, membership, training, clock):
+    membership.propose(settings.STOP, StopSetting(StopConfig(time_s=60.0), clock.wall() - 50.0))
+    await follower.follow(training)
+    for jump_s in (3600.0, -7200.0):
+        clock.jump(jump_s)
+        await follower.follow(training)
+        follower.on_gossip_round(training)
+        assert membership.records.get(settings.HALT) is None
+    clock.advance(11.0)
+    follower.on_gossip_round(training)
+    assert membership.records.get(settings.HALT) is not None
+
+
 async def test_pause_and_resume_for_all(follower, training, context, kinds):
     follower.pause(paused=True)
     await follower.follow(training)

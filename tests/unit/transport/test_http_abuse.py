@@ -140,6 +140,20 @@ async def test_a_path_may_be_written_in_other_ways(
     assert not caplog.records
 
 
+async def test_who_hangs_up_before_it_is_told_to_go_on_leaves_no_trace(
+    patient: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw = patient.request(b"meta", headers={"Expect": "100-continue"}, body=lambda _: b"")
+    for _ in range(5):
+        _, writer = await patient.connect(None)
+        writer.write(raw)
+        writer.write_eof()
+        await asyncio.sleep(0.02)
+        writer.transport.abort()
+    await until(lambda: patient.listener.connections == 0)
+    assert not caplog.records
+
+
 async def test_a_pickle_is_not_executed(served: Served) -> None:
     class Bomb:
         def __reduce__(self) -> tuple[Any, ...]:

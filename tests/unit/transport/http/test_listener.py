@@ -142,6 +142,14 @@ async def hello(_: web.Request) -> web.Response:
     return web.Response(text="hello")
 
 
+async def closed_twice(request: web.Request) -> web.Response:
+    assert request.transport is not None
+    request.transport.close()
+    request.transport.close()
+    await asyncio.sleep(5.0)
+    return web.Response()
+
+
 QUICK = TransportLimits(watchdog_tick_s=0.01, shutdown_grace_s=0.05, header_deadline_s=5.0)
 
 
@@ -158,6 +166,7 @@ class Port:
         app = web.Application()
         app[APP_TRANSPORT] = self.user
         app.router.add_get("/", hello)
+        app.router.add_get("/twice", closed_twice)
         self.address = await self.listener.listen(app, "127.0.0.1", 0, has_key=True)
         return self
 
@@ -224,6 +233,21 @@ async def test_what_is_served_is_watched() -> None:
             port.user.echoes[0].slow = True
             await until(lambda: port.user.echoes[0].aborted)
             assert port.counters.dropped_connections >= 1
+
+
+async def test_a_tls_connection_that_was_closed_twice_leaves_the_others_watched() -> None:
+    """While its other end doesn't say goodbye."""
+    async with Port() as port:
+        _, deaf = await port.connect(ssl=CLIENT_TLS)
+        deaf.transport.pause_reading()  # type: ignore[attr-defined]
+        reader, writer = await port.connect()
+        with hung_up(deaf, writer):
+            deaf.write(GET.replace(b"/", b"/twice", 1))
+            writer.write(HELLO + TOKEN)
+            assert await asyncio.wait_for(reader.readexactly(1), 5) == OPENED
+            await asyncio.sleep(5 * QUICK.watchdog_tick_s)
+            port.user.echoes[0].slow = True
+            await until(lambda: port.user.echoes[0].aborted)
 
 
 async def test_closing_cuts_what_is_still_open() -> None:
