@@ -186,6 +186,11 @@ class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Largest parameter vector accepted from a peer."""
     max_connections: Count = 512
     """Open connections, all peers together."""
+    relayed_members: Annotated[int, Meta(ge=0, le=1024)] = 16
+    """Members whom nobody can dial (behind NAT, mostly) for which this node relays what others send them, at
+    most; 0 relays for nobody. What is relayed counts against ``upload_bytes_s`` and ``download_bytes_s``."""
+    relay_bytes_s: Natural = 25_000_000
+    """Bytes that are relayed each second, all such members together and both ways; 0 is no bound."""
     max_abs_parameter: Annotated[float, Meta(gt=0, le=1e30)] = 1e6
     """A vector with an entry beyond this is refused and counts as a strike."""
     strikes: Count = 3

@@ -223,6 +223,7 @@ class Node:
                 group.create_task(context.membership.watch(), name="membership"),
                 group.create_task(context.lag.run(), name="loop lag"),
                 group.create_task(self._manager.run(self._events), name="service manager"),
+                group.create_task(context.reachability.run(), name="reachability"),
             ]
             context.gossip = self._make_gossip()
             jobs.append(group.create_task(context.gossip.run(), name="gossip"))
@@ -482,7 +483,7 @@ class Node:
             observed=self._meters.registry.observe_exchange,
             rounds=self._meters.round,
             named=context.name_of,
-            direct=direct(config.advertise),
+            direct=direct(config.advertise) and context.reachability.reach != "outbound-only",
             pipes=context.transport,
             entered=self._on_lineage,
             folder=Path(context.data_dir),

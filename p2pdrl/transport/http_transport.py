@@ -49,6 +49,7 @@ from p2pdrl.transport.opening import (
     NotOfferedError,
     Opener,
     connect,
+    show,
 )
 from p2pdrl.transport.pipe.server import PipeAnswer
 from p2pdrl.transport.pipe.ticket import MAX_PIPE_META_BYTES, Pipe, PipeReply, PipeTicket
@@ -341,15 +342,9 @@ class HttpTransport:
         broken: Exception = WireError("it has no address")
         for address in await self._dialer.addresses(to):
             try:
-                async with self._opener.open(address, ticket) as sock:
-                    found, early = sock.detach()
+                return await show(await connect(address), ticket, self.limits.stall_deadline_s), address.host
             except NotConnectedError as error:
                 broken = error
-                continue
-            if early:
-                found.close()
-                raise WireError("something was sent over a tunnel before anybody asked")
-            return found, address.host
         raise broken
 
     async def open_pipe(

@@ -39,6 +39,7 @@ __all__ = [
     "Opener",
     "PendingConnections",
     "connect",
+    "show",
 ]
 
 HELLO = b"\0p2pdrl\4"
@@ -150,6 +151,28 @@ async def connect(address: Address) -> socket.socket:
     except OSError as error:
         sock.close()
         raise NotConnectedError(str(error)) from error
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def show(sock: socket.socket, token: bytes, within_s: float) -> socket.socket:
+    """Show a token on a new connection, and return it with all that comes after the answer unread.
+
+    Raises:
+        ConnectionError: the callee doesn't know the token, or the connection broke; it is closed.
+        WireError: the callee answered something else; likewise.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(within_s):
+            await loop.sock_sendall(sock, HELLO + token)
+            answer = await loop.sock_recv(sock, len(OPENED))
+        if not answer:
+            raise ConnectionResetError("the callee doesn't know the token")  # noqa: TRY301 - closed like all else
+        if answer != OPENED:
+            raise WireError("the callee speaks another protocol")  # noqa: TRY301 - closed like all else
     except BaseException:
         sock.close()
         raise

@@ -9,6 +9,7 @@ import pytest
 
 from p2pdrl.clock import LoopClock
 from p2pdrl.errors import PeerRefusedError
+from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.membership import state
 from p2pdrl.membership.events import MemberEvent
 from p2pdrl.membership.identity import Identity
@@ -230,7 +231,7 @@ async def test_another_version_is_refused_once_in_plain_words(start: Start, monk
     monkeypatch.setattr(state, "PROTOCOL_VERSION", 1)
     two = await start(2, ["10.0.0.1:7600"], hooks=hooks)
     await asyncio.sleep(20)
-    words = "it speaks protocol 1, this swarm speaks 4"
+    words = f"it speaks protocol 1, this swarm speaks {PROTOCOL_VERSION}"
     assert told == [("10.0.0.2:7600", f"we refused it: {words}"), ("10.0.0.1:7600", words)]
     assert not two.service.joined.is_set()
     assert set(one.states()) == {"n1"}
