@@ -192,7 +192,7 @@ class HttpTransport:
         self.relay = RelayServer(self._server.pending, self.limits, clock, rates)
         self.relayed = RelayedMember(self._call_itself, self._show_ticket)
         self.relays = RelayDialer(self._call_itself, self._show_ticket, self.relay)
-        self.serve(WAIT_ROUTE, self.relay.wait, max_meta_bytes=0)
+        self.serve(WAIT_ROUTE, self.relay.wait, max_meta_bytes=16)
         self.serve(OPEN_ROUTE, self.relay.open, max_meta_bytes=64)
         self._streams = StreamClient(
             self._ask_stream, self._opener, clock=clock, counters=self.counters, rates=rates

@@ -53,7 +53,6 @@ __all__ = [
 ]
 
 WAIT_ROUTE, OPEN_ROUTE = "relay/wait", "relay/open"
-MAX_META_BYTES = 64
 
 WAIT_S = 20.0
 """How long a member's request waits at its relay; it asks again at once. Shorter than what routers remember
@@ -65,6 +64,8 @@ COME_WITHIN_S = 4.0
 NEXT_RELAY_S = 0.3
 """A relay that hasn't connected us after this doesn't keep us from trying the next at the same time."""
 SILENCE_S = 60.0
+_ATTACH = b"attach"
+"""Metadata of a member's first request."""
 _CHUNK_BYTES = 1 << 18
 _MAX_TICKETS = 64
 _SUFFIX = ".relayed"
@@ -307,7 +308,7 @@ class RelayServer:
                 member.asks.set()
 
     async def wait(self, incoming: Incoming) -> Reply:
-        """Keep a member's request until a caller wants it, `WAIT_S` at most; the first is answered at once.
+        """Keep a member's request until a caller wants it, `WAIT_S` at most; `_ATTACH` is answered at once.
 
         Raises:
             Refusal: 403, we don't relay for it; 429, we relay for too many.
@@ -317,10 +318,12 @@ class RelayServer:
         if member is None or not _is_here(member, now_s):
             self._admit(incoming.sender, now_s)
             member = self._members.setdefault(incoming.sender, _WaitingMember(now_s))
-            member.until_s = now_s + BETWEEN_S
-            return Reply(msgspec.msgpack.encode(_Tickets(())))
         if member.asks is not None:
             member.asks.set()  # of a connection that it has lost, mostly
+            member.asks = None
+        if incoming.meta == _ATTACH:
+            member.until_s = now_s + BETWEEN_S
+            return Reply(msgspec.msgpack.encode(_Tickets(())))
         asks = member.asks = asyncio.Event()
         try:
             if not member.tickets:
@@ -466,7 +469,7 @@ class RelayedMember:
         Raises:
             TransportError: it doesn't.
         """
-        await self._ask(relay, address, 5.0)
+        await self._ask(relay, address, 5.0, _ATTACH)
 
     async def serve(self, relay: str, address: Address) -> None:
         """Come when that relay, which we are attached to, calls; ends only by its failure.
@@ -483,8 +486,8 @@ class RelayedMember:
                     self._coming.add(task)
                     task.add_done_callback(self._coming.discard)
 
-    async def _ask(self, relay: str, address: Address, deadline_s: float) -> _Tickets:
-        answer = await self._call(address, relay, WAIT_ROUTE, b"", deadline_s)
+    async def _ask(self, relay: str, address: Address, deadline_s: float, meta: bytes = b"") -> _Tickets:
+        answer = await self._call(address, relay, WAIT_ROUTE, meta, deadline_s)
         found: _Tickets = codec.decode(answer.meta, _Tickets, "answer of a relay")
         return found
 
