@@ -396,3 +396,23 @@ async def test_who_tells_an_older_setting_learns_the_newer_one_from_the_answer(
     two.service.tell_settings(one.identity.node_id)
     await asyncio.sleep(0.02)
     assert two.service.records.value("mode") == {"name": "sgp"}
+
+
+async def test_who_relays_for_a_member_is_known_to_all_while_they_live(start: Start) -> None:
+    one = await start(1, [])
+    two, three = await start(2, ["10.0.0.1:7600"]), await start(3, ["10.0.0.1:7600"])
+    await asyncio.sleep(5)
+    home, relay = three.identity.node_id, two.identity.node_id
+    assert one.service.relays_of(home) is None
+    three.service.tell_relays([relay, "f" * 32])
+    three.service.retag({"roles": "learner"})
+    await asyncio.sleep(5)
+    assert one.service.relays_of(home) == [(relay, Address("10.0.0.2", 7600))]
+    assert one.service.relays_of(relay) is None
+    assert next(m for m in one.service.members() if m.id == home).tags["roles"] == "learner"
+    two.service.tell_relays([])  # one that can't be dialled itself is nobody's
+    await asyncio.sleep(5)
+    assert one.service.relays_of(home) == []
+    three.service.tell_relays(None)
+    await asyncio.sleep(5)
+    assert one.service.relays_of(home) is None
