@@ -27,7 +27,7 @@ from p2pdrl.node.background import set_within
 from p2pdrl.node.events import EventLog
 from p2pdrl.transport import codec
 from p2pdrl.transport.calls import TokenBuckets
-from p2pdrl.transport.dial import ip_of, is_loopback
+from p2pdrl.transport.dial import dial_back, ip_of, is_loopback
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply
 
@@ -299,6 +299,28 @@ class Reachability:
         except TransportError:
             return f"somebody else answers at {address}"
         return "" if answer.meta == nonce else f"somebody else answers at {address}"
+
+    async def dial_for(self, host: str, port: int, nonce: str) -> dict[str, object]:
+        """Dial a machine that asks by the API whether its port can be reached, and say ``nonce`` there.
+
+        Returns:
+            ``connected``, ``host`` and ``why`` not.
+
+        Raises:
+            Refusal: 429, too many want that.
+        """
+        ip = ip_of(host)
+        address = Address(host if ip is None else str(ip), port)
+        why = "this node is called through relays, and doesn't see who asks: ask another"
+        if self.reach != "outbound-only" and not self._transport.relayed.tunnels:
+            if not self._asked.take(f"api {host}") or self._dialing >= DIALS_AT_ONCE:
+                raise Refusal(429, "too many want to be dialled: ask again later")
+            self._dialing += 1
+            try:
+                why = refuse_address(str(address), address.host) or await dial_back(address, nonce, DIAL_S)
+            finally:
+                self._dialing -= 1
+        return {"connected": not why, "host": address.host, "why": why}
 
     # Relays of ours
 

@@ -42,12 +42,14 @@ def router() -> Iterator[Address]:
 
 
 def deaths(node: RealNode, of: str) -> list[str]:
-    return [event["text"] for event in node.told() if event["kind"] == "member-dead" and of in event["text"]]
+    return [
+        event["event"] for event in node.told() if event["kind"] == "member-dead" and of in event["event"]
+    ]
 
 
 def suspicions(node: RealNode, of: str) -> list[str]:
     kinds = ("member-suspect", "member-dead")
-    return [event["text"] for event in node.told() if event["kind"] in kinds and of in event["text"]]
+    return [event["event"] for event in node.told() if event["kind"] in kinds and of in event["event"]]
 
 
 def exchanged(node: RealNode) -> dict[str, int]:
