@@ -243,6 +243,10 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """HOST:PORT that others reach this node at, when it differs from ``listen`` (NAT, containers)."""
     peers: tuple[str, ...] = ()
     """Addresses of members to join through; none founds a swarm of its own."""
+    discover: bool = False
+    """Look for nodes of the same swarm key, or without one of the same task, on the local network, and be
+    found there, by multicast DNS; what is found is tried like ``peers``, and trusted no more. Wants the
+    extra ``lan``."""
     swarm: str = "default"
     """Name of a keyless swarm; with a key, the key alone tells swarms apart."""
     swarm_key_file: str | None = None

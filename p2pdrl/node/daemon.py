@@ -35,7 +35,9 @@ from p2pdrl.membership.records import SwarmRecord
 from p2pdrl.node.accounting import metrics_gossip
 from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
 from p2pdrl.node.admission import JoinAdmission
+from p2pdrl.node.background import set_within
 from p2pdrl.node.bootstrap.first_state import first_state, founded_at, load_checkpoint
+from p2pdrl.node.bootstrap.lan import LOOK_FIRST_S, LanDiscovery, fingerprint
 from p2pdrl.node.bootstrap.processors import keep_to_processors
 from p2pdrl.node.bootstrap.startup import Opened, direct, moved_to, open_node
 from p2pdrl.node.children.evaluator import EvaluatorProcess
@@ -236,6 +238,7 @@ class Node:
                 jobs.append(group.create_task(self._follow_address(), name="address"))
             if opened.key_watch is not None:
                 jobs.append(group.create_task(opened.key_watch.run(), name="swarm key"))
+            jobs += await self._look_around(group)
             memory = await self._memory.read()
             origin = await self._admission.find_swarm(
                 context.membership.joiner, context.address, remembers=opened.remembers, memory=memory
@@ -501,6 +504,32 @@ class Node:
         )
         context.state = "starting"
         return training
+
+    async def _look_around(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        """Look for the swarm on the local network, if it is to be looked for there."""
+        if not self._config.node.discover:
+            return []
+        lan = self._make_discovery()
+        job = group.create_task(lan.run(), name="local network")
+        await set_within(lan.found, LOOK_FIRST_S)
+        return [job]
+
+    def _make_discovery(self) -> LanDiscovery:
+        context, admission = self._context, self._admission
+        membership = context.membership
+        keyed = self._config.node.swarm_key_file is not None
+
+        def heard_of(address: Address) -> None:
+            if not membership.core.lives(str(address), None):
+                membership.joiner.heard_of(address)
+
+        return LanDiscovery(
+            context.node_id,
+            lambda: fingerprint(context.swarm_id, "" if keyed else admission.wanted_task),
+            lambda: context.address,
+            heard_of,
+            self._events,
+        )
 
     def _make_gossip(self) -> MetricsGossip:
         context = self._context

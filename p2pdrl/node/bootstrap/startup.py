@@ -33,6 +33,7 @@ from p2pdrl.membership.state import open_core
 from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.bootstrap.datadir import RATES_FILE, DataDir
 from p2pdrl.node.bootstrap.key_watch import KeyWatch
+from p2pdrl.node.bootstrap.lan import LanDiscovery
 from p2pdrl.node.context import NodeContext
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.reachability import Reachability
@@ -296,10 +297,12 @@ async def open_node(
     ``on_twin`` is told the address of another node that runs with our identity.
 
     Raises:
-        UsageError: bad key file, malformed peer, taken port, open address without a key.
+        UsageError: bad key file, malformed peer, taken port, open address without a key, missing extra.
         StorageError: the data folder can't be used. One that is made here goes again when the start fails.
     """
     node = config.node
+    if node.discover:
+        LanDiscovery.require()
     seeds = [seed_address(peer) for peer in node.peers]
     keys = None if node.swarm_key_file is None else read_swarm_keys(node.swarm_key_file)
     good = () if keys is None else keys.good(clock.wall())
