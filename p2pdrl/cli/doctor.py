@@ -296,7 +296,7 @@ def _dialled_back(name: str, client: NodeClient, listen: str) -> Check:
 
 _MENDS_REACH = (
     "a node works all the same: it is called through relays. For a direct connection forward port {port} "
-    "of the router to this machine, or open it in the firewall"
+    "of the router to this machine (node.port_mapping asks it to), or open it in the firewall"
 )
 
 

@@ -247,6 +247,10 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Look for nodes of the same swarm key, or without one of the same task, on the local network, and be
     found there, by multicast DNS; what is found is tried like ``peers``, and trusted no more. Wants the
     extra ``lan``."""
+    port_mapping: bool = False
+    """Ask the router, by UPnP, to pass this node's port on to it, and tell others the router's address.
+    Without effect with ``advertise``. A node that nobody can dial works all the same, through relays; so this
+    is off, for it opens the port to the whole internet. Wants the extra ``nat``."""
     swarm: str = "default"
     """Name of a keyless swarm; with a key, the key alone tells swarms apart."""
     swarm_key_file: str | None = None

@@ -48,6 +48,7 @@ from p2pdrl.node.experience import messages as experience
 from p2pdrl.node.inference import Inference
 from p2pdrl.node.looplag import LoopLagMonitor
 from p2pdrl.node.memory_watch import watch_memory
+from p2pdrl.node.port_mapping import PortMapping
 from p2pdrl.node.record_follower import RecordFollower
 from p2pdrl.node.service_manager import ServiceManager
 from p2pdrl.node.state import state_transfer
@@ -128,6 +129,8 @@ class Node:
         self._fatal: P2PDRLError | None = None
         self._failed: P2PDRLError | None = None
         self._latest: Training | None = None
+        self._mapped: tuple[Address, Address] | None = None
+        """From where the router passes our port on, and to where."""
         self._wanted_roles: tuple[Role, ...] = ()
         self._roles_wanted = asyncio.Event()
         self._manager = ServiceManager.of(os.environ)
@@ -238,6 +241,7 @@ class Node:
                 jobs.append(group.create_task(self._follow_address(), name="address"))
             if opened.key_watch is not None:
                 jobs.append(group.create_task(opened.key_watch.run(), name="swarm key"))
+            jobs += self._map_port(group)
             jobs += await self._look_around(group)
             memory = await self._memory.read()
             origin = await self._admission.find_swarm(
@@ -298,7 +302,7 @@ class Node:
         while True:
             await asyncio.sleep(context.membership.core.config.probe_interval_s)
             moved = moved_to(context.address, [*seeds, *context.alive().values()])
-            if moved is not None:
+            if moved is not None and self._mapped is None:
                 text = f"this machine has lost the address {context.address.host}; others reach it at {moved}"
                 context.address = moved
                 context.membership.move(moved)
@@ -505,6 +509,25 @@ class Node:
         context.state = "starting"
         return training
 
+    def _map_port(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        """Have the router pass our port on, if it is to be asked."""
+        config, context = self._config.node, self._context
+        if not config.port_mapping or config.advertise is not None:
+            return []
+
+        def moved(outside: Address | None) -> None:
+            inside = self._inside()
+            self._mapped = None if outside is None else (outside, inside)
+            context.address = outside or inside
+            context.membership.move(context.address)
+
+        mapping = PortMapping(self._inside, moved, self._events)
+        return [group.create_task(mapping.run(), name="port mapping")]
+
+    def _inside(self) -> Address:
+        """Where this node is on its own network."""
+        return self._context.address if self._mapped is None else self._mapped[1]
+
     async def _look_around(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         """Look for the swarm on the local network, if it is to be looked for there."""
         if not self._config.node.discover:
@@ -526,7 +549,7 @@ class Node:
         return LanDiscovery(
             context.node_id,
             lambda: fingerprint(context.swarm_id, "" if keyed else admission.wanted_task),
-            lambda: context.address,
+            self._inside,
             heard_of,
             self._events,
         )

@@ -202,8 +202,8 @@ class Reachability:
             port = Address.parse(address).port
             text = (
                 f"others can't dial {address} ({self.why}): this node is outbound-only, and is called "
-                f"through relays. For a direct connection forward port {port} of the router to this machine, "
-                "or open it in the firewall"
+                f"through relays. For a direct connection forward port {port} of the router to this machine "
+                "(node.port_mapping asks it to), or open it in the firewall"
             )
             self._events.emit("outbound-only", text, level="warning", address=address)
         elif before == "outbound-only":

@@ -36,6 +36,7 @@ from p2pdrl.node.bootstrap.key_watch import KeyWatch
 from p2pdrl.node.bootstrap.lan import LanDiscovery
 from p2pdrl.node.context import NodeContext
 from p2pdrl.node.events import EventLog
+from p2pdrl.node.port_mapping import PortMapping
 from p2pdrl.node.reachability import Reachability
 from p2pdrl.node.status.view import ApiView
 from p2pdrl.transport.dial import ip_of
@@ -303,6 +304,8 @@ async def open_node(
     node = config.node
     if node.discover:
         LanDiscovery.require()
+    if node.port_mapping:
+        PortMapping.require()
     seeds = [seed_address(peer) for peer in node.peers]
     keys = None if node.swarm_key_file is None else read_swarm_keys(node.swarm_key_file)
     good = () if keys is None else keys.good(clock.wall())
