@@ -23,8 +23,9 @@ import asyncio
 import secrets
 import socket
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -66,6 +67,7 @@ NEXT_RELAY_S = 0.3
 SILENCE_S = 60.0
 _ATTACH = b"attach"
 """Metadata of a member's first request."""
+_HASTY_S = 0.5
 _CHUNK_BYTES = 1 << 18
 _MAX_TICKETS = 64
 _SUFFIX = ".relayed"
@@ -373,14 +375,12 @@ class RelayServer:
 
         return Reply(ticket, on_end=ended)
 
-    async def connect(self, target: str) -> socket.socket | None:
-        """Return a connection to a member that waits here, for ourselves; None when it doesn't.
+    async def connect(self, target: str) -> socket.socket:
+        """Return a connection to a member that waits here, for ourselves.
 
         Raises:
-            PeerUnreachableError: it didn't come, or there are too many tunnels.
+            PeerUnreachableError: it doesn't wait, it didn't come, or there are too many tunnels.
         """
-        if target not in self.members:
-            return None
         try:
             return (await self._member_comes(target, "")).give_member()
         except Refusal as refusal:
@@ -479,7 +479,10 @@ class RelayedMember:
         """
         loop = asyncio.get_running_loop()
         while True:
+            began_s = loop.time()
             told = await self._ask(relay, address, WAIT_S + 5.0)
+            if not told.tickets and loop.time() - began_s < _HASTY_S:
+                await asyncio.sleep(_HASTY_S)  # a relay that answers at once, and wants nothing
             for ticket in told.tickets:
                 if len(self._coming) < _MAX_TICKETS:
                     task = loop.create_task(self._come(address, ticket), name="tunnel to a relay")
@@ -530,10 +533,10 @@ class RelayDialer:
         Raises:
             PeerUnreachableError: none did. Without a cause when all say that it isn't there.
         """
-        own = await self._own.connect(target)
-        if own is not None:
-            return own
-        waiting = deque(self.relays(target) or ())
+        waiting: deque[Callable[[str], Coroutine[None, None, socket.socket]]] = deque()
+        waiting.extend(partial(self._through, *relay) for relay in self.relays(target) or ())
+        if target in self._own.members:
+            waiting.appendleft(self._own.connect)
         if not waiting:
             raise _unsure(f"{short(target)} can't be dialled, and none of its relays is known to live")
         running: set[asyncio.Task[socket.socket]] = set()
@@ -541,8 +544,7 @@ class RelayDialer:
         try:
             while waiting or running:
                 if waiting:
-                    task = asyncio.create_task(self._through(*waiting.popleft(), target), name="relay")
-                    running.add(task)
+                    running.add(asyncio.create_task(waiting.popleft()(target), name="relay"))
                 done, running = await asyncio.wait(
                     running,
                     timeout=NEXT_RELAY_S if waiting else None,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -27,6 +29,7 @@ from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.opening import TOKEN_BYTES
 from p2pdrl.transport.protocol import Address, Incoming, Reply
+from p2pdrl.transport.rate import NodeRates, RateLimits
 from p2pdrl.transport.relay import OPEN_ROUTE
 
 KEY = b"the swarm's key"
@@ -37,11 +40,11 @@ NOWHERE = Address("127.0.0.1", 9)
 class Peer:
     """One node on a real port."""
 
-    def __init__(self, name: str, limits: TransportLimits) -> None:
+    def __init__(self, name: str, limits: TransportLimits, rates: NodeRates | None) -> None:
         identity = Identity(name.encode() * 32)
         self.id = identity.node_id
         self.transport = HttpTransport(
-            self.id, "default", identity.tls([KEY]), clock=SystemClock(), limits=limits
+            self.id, "default", identity.tls([KEY]), clock=SystemClock(), limits=limits, rates=rates
         )
         self.listener = Listener(limits, SystemClock(), self.transport.counters)
         self.transport.relayed.take = self.listener.take
@@ -94,9 +97,9 @@ Make = Callable[..., AsyncIterator[Peer]]
 async def make() -> AsyncIterator[Callable[..., object]]:
     async with AsyncExitStack() as stack:
 
-        async def made(name: str, **limits: float) -> Peer:
+        async def made(name: str, rates: NodeRates | None = None, **limits: float) -> Peer:
             given = {"shutdown_grace_s": 0.05, **limits}
-            peer = Peer(name, TransportLimits(**given))  # type: ignore[arg-type]
+            peer = Peer(name, TransportLimits(**given), rates)  # type: ignore[arg-type]
             await peer.start()
             stack.push_async_callback(peer.close)
             return peer
@@ -151,16 +154,19 @@ async def test_a_member_calls_another_one_that_is_relayed_as_well(make) -> None:
 async def test_a_relay_that_connects_somebody_else_is_found_out(make) -> None:
     alice, relay, bob, carol = [await make(name) for name in "arbc"]
     await attach(make, carol, relay)
-    honest = relay.transport.relay.connect
+    honest = relay.transport.relay.open
 
-    async def instead(_target: str):
-        return await honest(carol.id)
+    async def instead(incoming: Incoming) -> Reply:
+        incoming.meta = msgspec.msgpack.encode(carol.id)  # type: ignore[misc]
+        return await honest(incoming)
 
-    alice.transport.relays.relays = lambda node: ()
-    alice.transport.relays._own.connect = instead  # noqa: SLF001 - a liar's
+    routes = relay.transport._server.routes._routes  # noqa: SLF001 - a liar's
+    routes[OPEN_ROUTE] = dataclasses.replace(routes[OPEN_ROUTE], handler=instead)
+    alice.through(bob, relay)
     with pytest.raises((PeerRefusedError, WireError)) as info:
         await alice.echo(bob)
-    assert carol.id in str(info.value) or "403" in str(info.value)
+    assert carol.id in str(info.value)
+    assert relay.transport.relay.nbytes > 0
 
 
 async def test_another_relay_serves_when_one_is_dead_slow_or_doesn_t_know_the_member(make) -> None:
@@ -242,8 +248,14 @@ async def test_tunnels_are_counted_by_caller(make) -> None:
             await carol.transport.call(relay.address, relay.id, OPEN_ROUTE, nonsense, deadline_s=5)
 
 
-async def test_relayed_bytes_keep_to_a_rate(make) -> None:
-    relay = await make("r", relay_bytes_s=8_000_000)
+@pytest.mark.parametrize("whose", ["the relay's", "its node's"])
+async def test_relayed_bytes_keep_to_a_rate(make, tmp_path: Path, whose: str) -> None:
+    """Of what is relayed all passes a bound for both ways; and half of it each bound of the node."""
+    if whose == "the relay's":
+        relay = await make("r", relay_bytes_s=8_000_000)
+    else:
+        bounds = RateLimits(str(tmp_path / "rates"), 8_000_000, 16_000_000)
+        relay = await make("r", NodeRates(bounds, anew=True))
     alice, bob = await make("a"), await make("b")
     await attach(make, bob, relay)
     alice.through(bob, relay)
