@@ -241,7 +241,6 @@ class Node:
                 jobs.append(group.create_task(self._follow_address(), name="address"))
             if opened.key_watch is not None:
                 jobs.append(group.create_task(opened.key_watch.run(), name="swarm key"))
-            jobs += self._map_port(group)
             jobs += await self._look_around(group)
             memory = await self._memory.read()
             origin = await self._admission.find_swarm(
@@ -529,13 +528,14 @@ class Node:
         return self._context.address if self._mapped is None else self._mapped[1]
 
     async def _look_around(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        """Look for the swarm on the local network, if it is to be looked for there."""
+        """Ask the router for our port, and look for the swarm on the local network, as far as is wanted."""
+        jobs = self._map_port(group)
         if not self._config.node.discover:
-            return []
+            return jobs
         lan = self._make_discovery()
         job = group.create_task(lan.run(), name="local network")
         await set_within(lan.found, LOOK_FIRST_S)
-        return [job]
+        return [*jobs, job]
 
     def _make_discovery(self) -> LanDiscovery:
         context, admission = self._context, self._admission
