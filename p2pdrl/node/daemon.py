@@ -237,11 +237,9 @@ class Node:
                 watching = watch_memory(most_nbytes, self._events, files=files)
                 why = "it takes too much memory"
                 jobs.append(group.create_task(self._watch(watching, why), name="memory bound"))
-            if opened.may_move:
-                jobs.append(group.create_task(self._follow_address(), name="address"))
             if opened.key_watch is not None:
                 jobs.append(group.create_task(opened.key_watch.run(), name="swarm key"))
-            jobs += await self._look_around(group)
+            jobs += await self._look_around(group, may_move=opened.may_move)
             memory = await self._memory.read()
             origin = await self._admission.find_swarm(
                 context.membership.joiner, context.address, remembers=opened.remembers, memory=memory
@@ -527,9 +525,14 @@ class Node:
         """Where this node is on its own network."""
         return self._context.address if self._mapped is None else self._mapped[1]
 
-    async def _look_around(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        """Ask the router for our port, and look for the swarm on the local network, as far as is wanted."""
+    async def _look_around(self, group: asyncio.TaskGroup, *, may_move: bool) -> list[asyncio.Task[None]]:
+        """Follow this machine's address, ask the router for our port, look for the swarm on the local network.
+
+        Each as far as it is wanted.
+        """
         jobs = self._map_port(group)
+        if may_move:
+            jobs.append(group.create_task(self._follow_address(), name="address"))
         if not self._config.node.discover:
             return jobs
         lan = self._make_discovery()
