@@ -158,5 +158,15 @@ class NodeView(Protocol):
             ConfigError: it can't have them.
         """
 
+    async def dial_back(self, host: str, port: int, nonce: str) -> dict[str, object]:
+        """Connect to a port of the machine that asks, and say ``nonce`` there (`transport.dial.dial_back`).
+
+        Returns:
+            ``connected``, the ``host`` that was dialled, and ``why`` not.
+
+        Raises:
+            ApiRefusal: 429, too many ask.
+        """
+
     def config(self) -> dict[str, object]:
         """The resolved configuration without secrets."""

@@ -17,6 +17,7 @@
 | ``POST /v1/pause`` ``/v1/resume`` | change | ``?scope=node`` or ``swarm`` |
 | ``POST /v1/mode`` | change | ``?mode=MODE&set=KEY=VALUE&…``; ``{"epoch", "proposer"}``, or 400 and why not |
 | ``POST /v1/roles`` | change | ``?role=actor&role=…``; this node's from now on, or 400 and why not |
+| ``POST /v1/dial-back`` | change | ``?port=N&nonce=HEX``; whether we can connect to that port of the asker |
 | ``POST /v1/leave`` | change | 202; the node leaves and ends |
 
 Called once by the daemon. Host and Origin are checked before, by the transport's middleware.
@@ -25,6 +26,7 @@ Called once by the daemon. Host and Origin are checked before, by the transport'
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 
 from aiohttp import web
@@ -38,6 +40,7 @@ from p2pdrl.api.sse import EventStreams
 from p2pdrl.clock import Clock, SystemClock
 from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.telemetry.metrics import CONTENT_TYPE
+from p2pdrl.transport.auth import is_nonce
 
 __all__ = ["mount"]
 
@@ -45,6 +48,7 @@ _PIECE_BYTES = 1 << 20
 """aiohttp stalls its loop when it is handed one large buffer."""
 
 _MAX_SETS = 64
+_PORT = re.compile(r"[0-9]{1,5}")
 _LONGEST_TRACE_S = 60.0
 
 Route = tuple[str, str, Access, Handler]
@@ -78,6 +82,7 @@ def mount(app: web.Application, node: NodeView, clock: Clock | None = None) -> N
         ("POST", "/v1/resume", Access.CHANGE, functools.partial(routes.pause, False)),
         ("POST", "/v1/mode", Access.CHANGE, routes.mode),
         ("POST", "/v1/roles", Access.CHANGE, routes.roles),
+        ("POST", "/v1/dial-back", Access.CHANGE, routes.dial_back),
         ("POST", "/v1/leave", Access.CHANGE, routes.leave),
     ]
     for method, path, access, handler in table:
@@ -173,6 +178,15 @@ class _Routes:
             raise ApiRefusal(400, f"this route takes at most {_MAX_SETS} roles")
         await self._node.set_roles(roles)
         return json_answer({"ok": True, "roles": roles}, status=202)
+
+    async def dial_back(self, request: web.Request) -> web.Response:
+        """Dial the address that the request came from, and no other."""
+        given = request.query
+        port, nonce = given.get("port", ""), given.get("nonce", "")
+        good = _PORT.fullmatch(port) is not None and 1 <= int(port) <= 65535
+        if set(given) != {"port", "nonce"} or not good or not is_nonce(nonce):
+            raise ApiRefusal(400, "this route takes a port, and a nonce of 32 hex digits")
+        return json_answer(await self._node.dial_back(request.remote or "", int(port), nonce))
 
     async def pause(self, paused: bool, request: web.Request) -> web.Response:
         scope = request.query.get("scope", "node")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import resource
+import secrets
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
 from importlib import metadata
 from pathlib import Path
@@ -23,12 +26,14 @@ from p2pdrl.cli.formats import byte_size, clean
 from p2pdrl.cli.options import json_option, split_addresses
 from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, UnhealthyError, UsageError
 from p2pdrl.ids import PROTOCOL_VERSION
+from p2pdrl.transport.protocol import Address
 
 __all__ = ["Check", "doctor", "machine_checks", "peer_checks"]
 
 _PROBE_BYTES = 64 << 20
 _LITTLE_MEMORY_BYTES = 1 << 30
 _LITTLE_DISK_BYTES = 1 << 30
+_FEW_FILES = 1024
 _SKEW_WARN_S, _SKEW_FAIL_S = 10.0, 55.0
 """Signed requests count for 60 s around our clock; an answer's date has whole seconds."""
 
@@ -56,13 +61,16 @@ def machine_checks(data_dir: str | None, listen: str) -> list[Check]:
         _memory(),
         _shared_memory(),
         _data_folder(data_dir),
+        _open_files(),
         _port(listen),
         _gpu(),
     ]
 
 
-def peer_checks(address: str, swarm_keys: SwarmKeys | None, timeout_s: float = 5.0) -> list[Check]:
-    """Check one peer: reachable, same protocol, same swarm, same time."""
+def peer_checks(
+    address: str, swarm_keys: SwarmKeys | None, timeout_s: float = 5.0, *, listen: str | None = None
+) -> list[Check]:
+    """Check one peer: reachable, same protocol, same swarm, same time; and whether it can dial ``listen``."""
     where = parse_api(address)
     shown = None if swarm_keys is None else swarm_keys.good(time.time())[0]
     client = NodeClient(where, swarm_key=shown, timeout_s=timeout_s)
@@ -83,7 +91,8 @@ def peer_checks(address: str, swarm_keys: SwarmKeys | None, timeout_s: float = 5
     if theirs != PROTOCOL_VERSION:
         found = f"protocol {clean(theirs, 20)}, ours is {PROTOCOL_VERSION}"
         checks.append(Check(f"{name} protocol", "fail", found, "install the same p2pdrl on both machines"))
-    return [*checks, _clock(name, client), _swarm(name, client, swarm_keys)]
+    checks += [_clock(name, client), _swarm(name, client, swarm_keys)]
+    return checks if listen is None else [*checks, _dialled_back(name, client, listen)]
 
 
 def _python() -> Check:
@@ -170,6 +179,17 @@ def _data_folder(data_dir: str | None) -> Check:
     return Check("data folder", "ok", f"{folder}, {byte_size(free)} free")
 
 
+def _open_files() -> Check:
+    """How many files and connections a node may have open: it raises the soft limit by itself."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if most == resource.RLIM_INFINITY or most >= _FEW_FILES:
+        return Check("open files", "ok", "no limit" if most == resource.RLIM_INFINITY else f"{most} allowed")
+    advice = (
+        f"raise the limit (ulimit -Hn {_FEW_FILES}, or LimitNOFILE of systemd), or take fewer connections"
+    )
+    return Check("open files", "warn", f"{most} allowed, fewer than a node's 512 connections want", advice)
+
+
 def _port(listen: str) -> Check:
     where = parse_api(listen)
     try:
@@ -241,6 +261,100 @@ def _swarm(name: str, client: NodeClient, swarm_keys: SwarmKeys | None) -> Check
     return Check(name, "ok", f"{swarm_id}, our key")
 
 
+_HEARS_S = 5.0
+
+
+def _dialled_back(name: str, client: NodeClient, listen: str) -> Check:
+    """Whether the peer can connect to where a node will listen here; where one does, what that knows."""
+    from p2pdrl.transport.dial import is_loopback
+
+    name = f"{name} dials back"
+    where = parse_api(listen)
+    nonce = secrets.token_hex(16)
+    try:
+        listening = _listening(where)
+    except OSError:
+        return _of_running_node(name, where)
+    with listening, ThreadPoolExecutor(1) as pool:
+        heard = pool.submit(_hears, listening, nonce)
+        try:
+            told = client.post(f"/v1/dial-back?port={listening.getsockname()[1]}&nonce={nonce}")
+        except P2PDRLError as error:
+            listening.shutdown(socket.SHUT_RDWR)
+            return Check(name, "warn", f"wasn't tried: {error}", "see the checks of its swarm and clock")
+        if told.get("connected") is not True:
+            listening.shutdown(socket.SHUT_RDWR)
+        if heard.result() and told.get("connected") is True:
+            return Check(name, "ok", f"reaches port {where.port} of this machine")
+        loopback = is_loopback(where.host) and not is_loopback(client.address.host)
+    if loopback:
+        advice = "let the node listen for others: --listen 0.0.0.0:7700, with the swarm's key"
+        return Check(name, "warn", f"can't reach {where}, which is loopback", advice)
+    why = clean(told.get("why") or "the connection came to somebody else", 200)
+    return Check(name, "warn", why, _MENDS_REACH.format(port=where.port))
+
+
+_MENDS_REACH = (
+    "a node works all the same: it is called through relays. For a direct connection forward port {port} "
+    "of the router to this machine (node.port_mapping asks it to), or open it in the firewall"
+)
+
+
+def _listening(where: Address) -> socket.socket:
+    family, kind, _, _, address = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)[0]
+    sock = socket.socket(family, kind)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(8)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _hears(listening: socket.socket, nonce: str) -> bool:
+    """Whether somebody connects and says ``nonce``."""
+    from p2pdrl.transport.dial import DIALED_BACK
+
+    wanted = DIALED_BACK + nonce.encode() + b"\n"
+    end_s = time.monotonic() + _HEARS_S
+    try:
+        while (left_s := end_s - time.monotonic()) > 0:
+            listening.settimeout(left_s)
+            sock, _ = listening.accept()
+            with sock:
+                sock.settimeout(1.0)
+                heard = b""
+                while len(heard) < len(wanted) and (more := sock.recv(len(wanted) - len(heard))):
+                    heard += more
+                if heard == wanted:
+                    return True
+    except OSError:
+        pass  # nobody came
+    return False
+
+
+def _of_running_node(name: str, where: Address) -> Check:
+    """What the node that listens there knows of how others reach it."""
+    try:
+        reach = NodeClient(where).status().get("reach")
+    except P2PDRLError:
+        reach = None
+    if not isinstance(reach, dict):
+        return Check(
+            name, "warn", f"wasn't tried: {where} is taken", "stop what listens there, and ask again"
+        )
+    if reach.get("state") == "outbound-only":
+        relays = ", ".join(clean(relay, 64) for relay in reach.get("relays") or []) or "no relay"
+        why = clean(reach.get("why"), 200)
+        found = f"the node that runs here is outbound-only, called through {relays}: {why}"
+        return Check(name, "warn", found, _MENDS_REACH.format(port=where.port))
+    if reach.get("state") == "direct":
+        return Check(name, "ok", "others can dial the node that runs here")
+    return Check(name, "ok", "a node runs here, and nobody has tried to dial it yet")
+
+
 _STYLE = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -266,14 +380,14 @@ _STYLE = {"ok": "green", "warn": "yellow", "fail": "red"}
 def doctor(
     *, peers: tuple[str, ...], listen: str, data_dir: str | None, swarm_key_file: str | None, as_json: bool
 ) -> None:
-    """Check this machine, and the way to the peers.
+    """Check this machine, the way to the peers, and whether they can dial this machine.
 
     Each line says ok, warn or fail, and what to do. The exit code is 4 if anything fails.
     """  # fmt: skip
     keys = read_swarm_keys(swarm_key_file) if swarm_key_file else None
     checks = machine_checks(data_dir, listen)
     for address in split_addresses(peers):
-        checks += peer_checks(address, keys)
+        checks += peer_checks(address, keys, listen=listen)
     failed = sum(check.result == "fail" for check in checks)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode({"ok": not failed, "checks": checks}), indent=2))

@@ -14,6 +14,8 @@ from p2pdrl.cli.options import config_options, split_addresses
 __all__ = ["end_with_parent", "node"]
 
 _WATCH_S = 0.5
+_LAN = "lan"
+"""In place of an address: look on the local network."""
 
 
 @click.command()
@@ -21,7 +23,8 @@ _WATCH_S = 0.5
     "--peers",
     multiple=True,
     metavar="HOST:PORT[,…]",
-    help="Any members of the swarm to join. Repeatable. Without it this node founds a swarm.",
+    help="Any members of the swarm to join, or lan to look on the local network. Repeatable. Without it this "
+    "node founds a swarm.",
 )
 @config_options
 @click.option("--name", metavar="TEXT", help="What people call this node.")
@@ -83,7 +86,9 @@ def node(
     if parent_pid is not None:
         end_with_parent(parent_pid)
     flags = {_KEYS[option]: value for option, value in given.items()}
-    flags["node.peers"] = split_addresses(peers) or None
+    seeds = split_addresses(peers)
+    flags["node.peers"] = [seed for seed in seeds if seed != _LAN] or None
+    flags["node.discover"] = True if _LAN in seeds else None
     flags["node.roles"] = None if roles is None else [word.strip() for word in roles.split(",")]
     resolved = resolve(files=files, sets=sets, flags=flags, environ=os.environ)
     require_runnable(resolved.config.task, resolved.config)

@@ -150,6 +150,7 @@ _NOTHING: dict[str, tuple[object, ...]] = {
     "actors": (None, []),
     "experience": (None, {}),
     "speedup": (None, {}),
+    "reach": (None, {}),
 }
 """What of a status isn't worth a line."""
 
@@ -198,6 +199,19 @@ def _swarm(s: _Shown) -> str:
     from p2pdrl.cli.tables import progress_line
 
     return progress_line(s.status)
+
+
+def _reach(s: _Shown) -> str:
+    """``outbound-only, called through n0 and n2 (a connection to … is refused); relays for n5``."""
+    state = s.text("reach.state")
+    words = {"direct": "others can dial it", "unknown": "nobody has tried yet whether it can be dialled"}
+    parts = [words.get(state, state)]
+    if state == "outbound-only":
+        relays = " and ".join(formats.clean(name, 64) for name in s.get("reach.relays") or [])
+        parts = [f"outbound-only, called through {relays or 'nobody'} ({s.text('reach.why')})"]
+    if served := s.get("reach.relays_for"):
+        parts.append(f"relays for {', '.join(formats.clean(name, 64) for name in served[:8])}")
+    return "; ".join(parts)
 
 
 def _serves(s: _Shown) -> str:
@@ -348,6 +362,7 @@ _FACTS: dict[str, Callable[[_Shown], str]] = {
     "state": _state,
     "mode": _mode,
     "pipeline": _pipeline,
+    "reach": _reach,
     "swarm": _swarm,
     "speedup": _speedup,
     "members": lambda s: s.counts("members") or formats.NONE,

@@ -74,10 +74,13 @@ def members_table(members: Sequence[Member], columns: Sequence[str]) -> Table:
     """Show one line per member, with columns such as `TRAINING`.
 
     Where one of the members is a stage of a pipeline, that is shown in place of the version lag: ranks below
-    the first learn versions only now and then. Where one only acts or only learns, roles are shown.
+    the first learn versions only now and then. Where one only acts or only learns, roles are shown; and how
+    each is reached beside its address, where one can't be dialled.
     """
     if _roles_differ(members):
         columns = (*columns[:2], "roles", *columns[2:])
+    if "address" in columns and any(member.get("reach") == "outbound-only" for member in members):
+        columns = tuple(name for key in columns for name in ((key, "reach") if key == "address" else (key,)))
     if any(_stage_of(member) for member in members):
         columns = (*(key for key in columns if key != "lag"), *STAGES)
     newest = max((v for m in members if (v := as_number(m.get("policy_version"))) is not None), default=None)
@@ -90,7 +93,7 @@ def members_table(members: Sequence[Member], columns: Sequence[str]) -> Table:
             no_wrap=True,
             overflow="ellipsis",
             vertical="bottom",
-            max_width=22 if left else None,
+            max_width=(34 if key == "reach" else 22) if left else None,
         )
     for member in members:
         table.add_row(*(_COLUMNS[key][2](member, newest) for key in columns))
@@ -193,6 +196,14 @@ def _name(member: Member, _newest: float | None) -> Text:
     return Text(clean(member.get("name", "?"), 64), style="bold" if member.get("self") else "")
 
 
+def _reach(member: Member, _newest: float | None) -> Text:
+    """``direct``, or the members through which calls to it go."""
+    if member.get("reach") != "outbound-only":
+        return Text("direct" if member.get("reach") else NONE)
+    names = [clean(name, 20) for name in member.get("relays") or []][:3]
+    return Text(f"outbound-only, by {', '.join(names)}" if names else "outbound-only", style="yellow")
+
+
 def _state(member: Member, _newest: float | None) -> Text:
     state = clean(member.get("state", "?"), 20)
     if member.get("healthy") is False and state in {"alive", "training"}:
@@ -239,6 +250,7 @@ _COLUMNS: dict[str, tuple[str, bool, Cell]] = {
     "name": ("node", True, _name),
     "state": ("state", True, _state),
     "address": ("address", True, _shown("address", lambda x: clean(x or NONE, 60))),
+    "reach": ("reached", True, _reach),
     "return": ("mean\nreturn", False, _shown("mean_return", fixed)),
     "rate": ("steps/s", False, _of_trainer("steps_per_s")),
     "steps": ("steps", False, _of_trainer("env_steps")),

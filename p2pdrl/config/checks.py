@@ -555,7 +555,7 @@ def role_problems(task: TaskConfig, node: NodeConfig) -> Iterator[Problem]:
             key,
             "a node that neither acts, learns nor holds a replay has nothing to do yet; add learner or actor",
         )
-    elif not node.learns and not node.peers:
+    elif not node.learns and not node.peers and not node.discover:
         what = "acts" if node.acts else "holds a replay"
         yield Problem(key, f"who only {what} needs a learner: name a node of the swarm with node.peers")
     elif node.learns and node.acts:

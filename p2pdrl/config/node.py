@@ -186,6 +186,11 @@ class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Largest parameter vector accepted from a peer."""
     max_connections: Count = 512
     """Open connections, all peers together."""
+    relayed_members: Annotated[int, Meta(ge=0, le=1024)] = 16
+    """Members whom nobody can dial (behind NAT, mostly) for which this node relays what others send them, at
+    most; 0 relays for nobody. What is relayed counts against ``upload_bytes_s`` and ``download_bytes_s``."""
+    relay_bytes_s: Natural = 25_000_000
+    """Bytes that are relayed each second, all such members together and both ways; 0 is no bound."""
     max_abs_parameter: Annotated[float, Meta(gt=0, le=1e30)] = 1e6
     """A vector with an entry beyond this is refused and counts as a strike."""
     strikes: Count = 3
@@ -238,6 +243,14 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """HOST:PORT that others reach this node at, when it differs from ``listen`` (NAT, containers)."""
     peers: tuple[str, ...] = ()
     """Addresses of members to join through; none founds a swarm of its own."""
+    discover: bool = False
+    """Look for nodes of the same swarm key, or without one of the same task, on the local network, and be
+    found there, by multicast DNS; what is found is tried like ``peers``, and trusted no more. Wants the
+    extra ``lan``."""
+    port_mapping: bool = False
+    """Ask the router, by UPnP, to pass this node's port on to it, and tell others the router's address.
+    Without effect with ``advertise``. A node that nobody can dial works all the same, through relays; so this
+    is off, for it opens the port to the whole internet. Wants the extra ``nat``."""
     swarm: str = "default"
     """Name of a keyless swarm; with a key, the key alone tells swarms apart."""
     swarm_key_file: str | None = None

@@ -161,6 +161,7 @@ class SeedBook:
     def drop_hints(self) -> None:
         """Forget the hints: the swarm was met."""
         self._seeds = [seed for seed in self._seeds if not seed.hint]
+        self._heard_of = 0
 
 
 JOIN_DEADLINE_S = 5.0

@@ -11,13 +11,14 @@ Signatures cover the swarm id, so a record means nothing in another swarm.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from p2pdrl.errors import UsageError
-from p2pdrl.ids import node_id_from_public_key
+from p2pdrl.ids import is_node_id, node_id_from_public_key
 from p2pdrl.membership.identity import Signer, Verify
 from p2pdrl.transport.dial import METADATA_IPS, ip_of, is_loopback
 from p2pdrl.transport.protocol import Address
@@ -36,9 +37,11 @@ __all__ = [
     "Verifier",
     "approx_bytes",
     "refuse_address",
+    "relays_in",
     "sign_member",
     "sign_suspicion",
     "sign_swarm_record",
+    "with_relays",
 ]
 
 MAX_TAGS = 64
@@ -237,6 +240,32 @@ def approx_bytes(record: Record) -> int:
     if isinstance(record, SwarmRecord):
         return 180 + len(record.value)
     return 180 + len(record.reason)
+
+
+_REACH_TAG, _RELAYS_TAG = "reach", "relays"
+_OUTBOUND_ONLY = "outbound-only"
+_MAX_RELAYS = 3
+
+
+def with_relays(tags: Mapping[str, str], relays: Sequence[str] | None) -> dict[str, str]:
+    """Return a member's tags with those that tell how it is reached.
+
+    Args:
+        tags: all others.
+        relays: ids of members that relay calls to it, since nobody can dial it; None when others can.
+    """
+    own = {key: value for key, value in tags.items() if key not in (_REACH_TAG, _RELAYS_TAG)}
+    if relays is None:
+        return own
+    return own | {_REACH_TAG: _OUTBOUND_ONLY, _RELAYS_TAG: ",".join(relays[:_MAX_RELAYS])}
+
+
+def relays_in(tags: Mapping[str, str]) -> tuple[str, ...] | None:
+    """Ids of the members that relay calls to a member with these tags; None for one that can be dialled."""
+    if tags.get(_REACH_TAG) != _OUTBOUND_ONLY:
+        return None
+    told = tags.get(_RELAYS_TAG, "").split(",", _MAX_RELAYS)[:_MAX_RELAYS]
+    return tuple(dict.fromkeys(filter(is_node_id, told)))
 
 
 _METADATA_NAMES = frozenset({"metadata", "metadata.google.internal"})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import random
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -59,7 +59,7 @@ from p2pdrl.membership.messages import (
     encode,
     route_of,
 )
-from p2pdrl.membership.records import SwarmRecord, refuse_address
+from p2pdrl.membership.records import SwarmRecord, refuse_address, relays_in, with_relays
 from p2pdrl.membership.state import Membership
 from p2pdrl.membership.swarm_records import SwarmRecords
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
@@ -312,8 +312,30 @@ class MembershipService:
         return record
 
     def retag(self, tags: dict[str, str]) -> None:
-        """Change the facts that our record tells, and spread it."""
+        """Change the facts that our record tells, but for how we are reached, and spread it."""
+        self._retag(with_relays(tags, relays_in(self._core.me.tags)))
+
+    def tell_relays(self, relays: Sequence[str] | None) -> None:
+        """Tell everybody who relays calls to us, which nobody can dial; None: we can be dialled."""
+        self._retag(with_relays(self._core.me.tags, relays))
+
+    def _retag(self, tags: dict[str, str]) -> None:
         self._carry_out(self._core.update_self(self._clock.monotonic(), tags=tags))
+
+    def relays_of(self, node_id: str) -> list[tuple[str, Address]] | None:
+        """The living members that relay calls to a member, and where; None when it can be dialled."""
+        table = self._core.table
+        member = table.get(node_id)
+        ids = None if member is None else relays_in(member.record.tags)
+        if ids is None:
+            return None
+        known = [relay for relay in map(table.get, ids) if relay is not None and relay.living]
+        known.sort(key=lambda relay: relay.state != "alive")
+        return [
+            (relay.record.id, Address.parse(relay.record.address))
+            for relay in known
+            if relays_in(relay.record.tags) is None
+        ]
 
     def move(self, address: Address) -> None:
         """Tell everybody that we live at another address now."""

@@ -78,6 +78,7 @@ from p2pdrl.membership.records import (
     SwarmRecord,
     Verifier,
     refuse_address,
+    relays_in,
     sign_member,
     sign_suspicion,
 )
@@ -229,6 +230,8 @@ _TOLD_AT_ONCE = 32
 _TELL_TRIES = 5
 _TELL_AGAIN_S = 1.0
 """A member whose settings are older is told ours at most this often."""
+_SPOKE_INTERVALS = 2.0
+"""Probe intervals for which a call of an outbound-only member shows that it lives."""
 _MAX_CORRECTIONS = 4
 """Most records that correct the sender in one answer."""
 
@@ -245,6 +248,7 @@ class Membership:
         me: our own signed record.
         swarm: settings of the whole swarm.
         refused_records: records refused so far: forged, out of bounds or from the future.
+        refutations: how often we were accused and said that we live.
     """
 
     def __init__(
@@ -272,6 +276,7 @@ class Membership:
         self.effects: list[Effect] = []
         self.leaving = False
         self.refused_records = 0
+        self.refutations = 0
         self._calls: dict[int, tuple[str, _Outcome]] = {}
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -614,6 +619,7 @@ class Membership:
         if accuser is not None:
             self.verifier.check_suspicion(suspicion, accuser.record.public_key)
         self.awareness.add(1)
+        self.refutations += 1
         self.renew()
 
     def _dead_verdicts_needed(self) -> int:
@@ -637,9 +643,17 @@ class Membership:
         timer = member.timer
         if not member.living or member.record.incarnation != incarnation:
             return
+        if self._spoke_lately(member):
+            return
         if timer is not None and (timer.settled or self.me.id in timer.accusers):
             return
         self._count_accuser(member, self._signed(member, "suspect", reason))
+
+    def _spoke_lately(self, member: Member) -> bool:
+        """Whether a member that nobody can dial has called us: then a relay failed, and not it."""
+        if relays_in(member.record.tags) is None or member.last_seen is None:
+            return False
+        return self.now - member.last_seen < _SPOKE_INTERVALS * self.config.probe_interval_s
 
     def _signed(self, member: Member, verdict: Literal["suspect", "dead"], reason: str) -> Suspicion:
         record = member.record
@@ -704,7 +718,7 @@ class Membership:
             return
         member, timer = suspected
         member.final_probe = False
-        if answered:
+        if answered or self._spoke_lately(member):
             timer.restart(self.now)
             self._arm_suspicion(member)
             return

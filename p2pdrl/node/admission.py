@@ -102,8 +102,9 @@ class JoinAdmission:
         remembers = remembers or memory is not None
         if remembers:
             self._env_steps = 0 if memory is None else memory.env_steps
-        if self._config.node.peers or remembers:
-            where = ", ".join(self._config.node.peers) or "members of the last run"
+        if self._config.node.peers or remembers or self._config.node.discover:
+            local = ["the local network"] if self._config.node.discover else []
+            where = ", ".join([*self._config.node.peers, *local]) or "members of the last run"
             self._events.emit("joining", f"looks for a swarm at {where}")
         async with beside(self._tell_still_trying(joiner), "still-trying"):
             await self._until_decided(joiner, own)
@@ -152,6 +153,11 @@ class JoinAdmission:
 
     def _same_task(self, memory: RememberedSwarm) -> bool:
         return not self._task_given or task_hash(memory.task) == task_hash(self._config.task)
+
+    @property
+    def wanted_task(self) -> str:
+        """Hash of the task that this node trains, or was told to; empty while it takes any."""
+        return self._hash()
 
     def tell_founded(self, origin: SwarmOrigin) -> None:
         """Tell that this node founds or resumes a swarm, if so."""

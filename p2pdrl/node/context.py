@@ -16,6 +16,7 @@ from p2pdrl.node.children.supervisor import LearnerSupervisor
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.inference import Inference
 from p2pdrl.node.looplag import LoopLagMonitor
+from p2pdrl.node.reachability import Reachability
 from p2pdrl.node.state.checkpoints import Checkpointer
 from p2pdrl.node.training import Training
 from p2pdrl.transport.http_transport import HttpTransport
@@ -39,6 +40,7 @@ class NodeContext:
     events: EventLog
     transport: HttpTransport
     membership: MembershipService
+    reachability: Reachability
     progress_tracker: ProgressTracker
     began_s: float
     """Monotonic time of the start."""

@@ -35,7 +35,9 @@ from p2pdrl.membership.records import SwarmRecord
 from p2pdrl.node.accounting import metrics_gossip
 from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
 from p2pdrl.node.admission import JoinAdmission
+from p2pdrl.node.background import set_within
 from p2pdrl.node.bootstrap.first_state import first_state, founded_at, load_checkpoint
+from p2pdrl.node.bootstrap.lan import LOOK_FIRST_S, LanDiscovery, fingerprint
 from p2pdrl.node.bootstrap.processors import keep_to_processors
 from p2pdrl.node.bootstrap.startup import Opened, direct, moved_to, open_node
 from p2pdrl.node.children.evaluator import EvaluatorProcess
@@ -46,6 +48,7 @@ from p2pdrl.node.experience import messages as experience
 from p2pdrl.node.inference import Inference
 from p2pdrl.node.looplag import LoopLagMonitor
 from p2pdrl.node.memory_watch import watch_memory
+from p2pdrl.node.port_mapping import PortMapping
 from p2pdrl.node.record_follower import RecordFollower
 from p2pdrl.node.service_manager import ServiceManager
 from p2pdrl.node.state import state_transfer
@@ -126,6 +129,8 @@ class Node:
         self._fatal: P2PDRLError | None = None
         self._failed: P2PDRLError | None = None
         self._latest: Training | None = None
+        self._mapped: tuple[Address, Address] | None = None
+        """From where the router passes our port on, and to where."""
         self._wanted_roles: tuple[Role, ...] = ()
         self._roles_wanted = asyncio.Event()
         self._manager = ServiceManager.of(os.environ)
@@ -223,6 +228,7 @@ class Node:
                 group.create_task(context.membership.watch(), name="membership"),
                 group.create_task(context.lag.run(), name="loop lag"),
                 group.create_task(self._manager.run(self._events), name="service manager"),
+                group.create_task(context.reachability.run(), name="reachability"),
             ]
             context.gossip = self._make_gossip()
             jobs.append(group.create_task(context.gossip.run(), name="gossip"))
@@ -231,10 +237,9 @@ class Node:
                 watching = watch_memory(most_nbytes, self._events, files=files)
                 why = "it takes too much memory"
                 jobs.append(group.create_task(self._watch(watching, why), name="memory bound"))
-            if opened.may_move:
-                jobs.append(group.create_task(self._follow_address(), name="address"))
             if opened.key_watch is not None:
                 jobs.append(group.create_task(opened.key_watch.run(), name="swarm key"))
+            jobs += await self._look_around(group, may_move=opened.may_move)
             memory = await self._memory.read()
             origin = await self._admission.find_swarm(
                 context.membership.joiner, context.address, remembers=opened.remembers, memory=memory
@@ -294,7 +299,7 @@ class Node:
         while True:
             await asyncio.sleep(context.membership.core.config.probe_interval_s)
             moved = moved_to(context.address, [*seeds, *context.alive().values()])
-            if moved is not None:
+            if moved is not None and self._mapped is None:
                 text = f"this machine has lost the address {context.address.host}; others reach it at {moved}"
                 context.address = moved
                 context.membership.move(moved)
@@ -482,7 +487,7 @@ class Node:
             observed=self._meters.registry.observe_exchange,
             rounds=self._meters.round,
             named=context.name_of,
-            direct=direct(config.advertise),
+            direct=direct(config.advertise) and context.reachability.reach != "outbound-only",
             pipes=context.transport,
             entered=self._on_lineage,
             folder=Path(context.data_dir),
@@ -500,6 +505,54 @@ class Node:
         )
         context.state = "starting"
         return training
+
+    def _map_port(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        """Have the router pass our port on, if it is to be asked."""
+        config, context = self._config.node, self._context
+        if not config.port_mapping or config.advertise is not None:
+            return []
+
+        def moved(outside: Address | None) -> None:
+            inside = self._inside()
+            self._mapped = None if outside is None else (outside, inside)
+            context.address = outside or inside
+            context.membership.move(context.address)
+
+        mapping = PortMapping(self._inside, moved, self._events)
+        return [group.create_task(mapping.run(), name="port mapping")]
+
+    def _inside(self) -> Address:
+        """Where this node is on its own network."""
+        return self._context.address if self._mapped is None else self._mapped[1]
+
+    async def _look_around(self, group: asyncio.TaskGroup, *, may_move: bool) -> list[asyncio.Task[None]]:
+        """Follow this machine's address, ask the router for our port, look for others on the local network."""
+        jobs = self._map_port(group)
+        if may_move:
+            jobs.append(group.create_task(self._follow_address(), name="address"))
+        if not self._config.node.discover:
+            return jobs
+        lan = self._make_discovery()
+        job = group.create_task(lan.run(), name="local network")
+        await set_within(lan.found, LOOK_FIRST_S)
+        return [*jobs, job]
+
+    def _make_discovery(self) -> LanDiscovery:
+        context, admission = self._context, self._admission
+        membership = context.membership
+        keyed = self._config.node.swarm_key_file is not None
+
+        def heard_of(address: Address) -> None:
+            if not membership.core.lives(str(address), None):
+                membership.joiner.heard_of(address)
+
+        return LanDiscovery(
+            context.node_id,
+            lambda: fingerprint(context.swarm_id, "" if keyed else admission.wanted_task),
+            self._inside,
+            heard_of,
+            self._events,
+        )
 
     def _make_gossip(self) -> MetricsGossip:
         context = self._context

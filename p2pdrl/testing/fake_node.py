@@ -24,6 +24,8 @@ from p2pdrl.api.routes import mount
 from p2pdrl.config.mode import strategy_from
 from p2pdrl.errors import ConfigError
 from p2pdrl.tensors.inference_slots import InferenceSpec, PolicyAnswer
+from p2pdrl.transport.dial import dial_back
+from p2pdrl.transport.protocol import Address
 
 __all__ = ["FakeEvents", "FakeNode", "ServedNode"]
 
@@ -81,6 +83,7 @@ class FakeNode:
         on_mode: called by `set_mode`, for a test that lets the members follow.
         policy_spec: what its policy takes: CartPole's, unless a test sets another.
         acted: the observations that it was asked about, and whether greedily.
+        dialled_why: why it dials nobody back.
         on_act: called by `act_spec` and `act`, for a test that has them fail.
     """
 
@@ -105,6 +108,7 @@ class FakeNode:
         )
         self.acted: list[tuple[npt.NDArray[Any], bool]] = []
         self.on_act: Callable[[], None] = lambda: None
+        self.dialled_why = ""
         self.timeline: dict[str, object] | None = {"traceEvents": [{"name": "forward 1", "ph": "X"}]}
         self.last_rounds: list[dict[str, object]] = [_round(1, "ok"), _round(2, "timeout")]
         self.last_evaluations: list[dict[str, object]] = [_evaluation(name, 1), _evaluation(name, 2)]
@@ -140,6 +144,11 @@ class FakeNode:
         if not roles or set(roles) - {"actor", "learner", "replay", "server"}:
             raise ConfigError("no such role")
         self.done.append(f"roles {','.join(roles)}")
+
+    async def dial_back(self, host: str, port: int, nonce: str) -> dict[str, object]:
+        """Really dials, unless ``dialled_why`` says why not."""
+        why = self.dialled_why or await dial_back(Address(host, port), nonce)
+        return {"connected": not why, "host": host, "why": why}
 
     async def leave(self) -> None:
         """Noted in ``done``."""

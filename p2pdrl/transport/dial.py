@@ -18,7 +18,17 @@ from p2pdrl.errors import PeerUnreachableError
 from p2pdrl.transport.auth import Verdict
 from p2pdrl.transport.protocol import Address
 
-__all__ = ["METADATA_IPS", "Dialer", "Resolve", "forbidden", "ip_of", "is_loopback", "system_resolve"]
+__all__ = [
+    "DIALED_BACK",
+    "METADATA_IPS",
+    "Dialer",
+    "Resolve",
+    "dial_back",
+    "forbidden",
+    "ip_of",
+    "is_loopback",
+    "system_resolve",
+]
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 """``(host, port) -> IPs``"""
@@ -70,6 +80,26 @@ def forbidden(ip_text: str) -> Verdict:
     if ip.is_multicast or ip.is_unspecified or ip == _BROADCAST:
         return f"{ip} isn't the address of one machine"
     return None
+
+
+DIALED_BACK = b"p2pdrl dial-back "
+"""What a node says, with the asker's nonce and a line end, to a port that it was asked to dial."""
+
+
+async def dial_back(address: Address, nonce: str, within_s: float = 3.0) -> str:
+    """Connect to an IP address and say ``nonce``; return why that isn't possible, in a few words."""
+    try:
+        async with asyncio.timeout(within_s):
+            _, writer = await asyncio.open_connection(address.host, address.port)
+            writer.write(DIALED_BACK + nonce.encode() + b"\n")
+            await writer.drain()
+            writer.close()
+            await writer.wait_closed()
+    except TimeoutError:
+        return f"a connection to {address} gets no answer: a router or a firewall drops it"
+    except OSError as error:
+        return f"a connection to {address}: {(error.strerror or str(error)).lower()}"[:200]
+    return ""
 
 
 class Dialer:

@@ -23,6 +23,7 @@ from typing import TypeVar
 
 import aiohttp
 from aiohttp import web
+from aiohttp.client_proto import ResponseHandler
 from aiohttp.connector import Connection
 from aiohttp.tracing import Trace
 from yarl import URL
@@ -42,7 +43,14 @@ from p2pdrl.transport.http.headers import (
 from p2pdrl.transport.http.listener import APP_TRANSPORT, ServedConnection
 from p2pdrl.transport.http.server import PIPE_PREFIX, STREAM_PATH, HttpServer
 from p2pdrl.transport.limits import TransportLimits
-from p2pdrl.transport.opening import ConnectionOpening, NotConnectedError, NotOfferedError, Opener
+from p2pdrl.transport.opening import (
+    ConnectionOpening,
+    NotConnectedError,
+    NotOfferedError,
+    Opener,
+    connect,
+    show,
+)
 from p2pdrl.transport.pipe.server import PipeAnswer
 from p2pdrl.transport.pipe.ticket import MAX_PIPE_META_BYTES, Pipe, PipeReply, PipeTicket
 from p2pdrl.transport.protocol import (
@@ -56,6 +64,15 @@ from p2pdrl.transport.protocol import (
     check_route,
 )
 from p2pdrl.transport.rate import NodeRates
+from p2pdrl.transport.relay import (
+    OPEN_ROUTE,
+    WAIT_ROUTE,
+    RelayDialer,
+    RelayedMember,
+    RelayServer,
+    relayed_address,
+    relayed_id,
+)
 from p2pdrl.transport.stream.client import StreamClient
 from p2pdrl.transport.tls import SwarmTls
 
@@ -68,7 +85,21 @@ _shown: ContextVar[list[str | None]] = ContextVar("_shown")
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Connections to peers, each by the id of the node at its other end."""
+    """Connections to peers, each by the id of the node at its other end.
+
+    Args:
+        relayed: connects to a member through its relays.
+    """
+
+    def __init__(
+        self,
+        relayed: Callable[[str], Awaitable[socket.socket]],
+        *,
+        limit_per_host: int,
+        keepalive_timeout: float,
+    ) -> None:
+        super().__init__(limit=0, limit_per_host=limit_per_host, keepalive_timeout=keepalive_timeout)
+        self._relayed = relayed
 
     async def connect(
         self,
@@ -82,6 +113,29 @@ class _Connector(aiohttp.TCPConnector):
         found = transport.get_extra_info("ssl_object") if transport is not None else None
         _shown.set([SwarmTls.node_id_of(found)])
         return connection
+
+    async def _create_connection(
+        self,
+        req: aiohttp.ClientRequest,
+        traces: list[Trace],
+        timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109 - aiohttp's name
+    ) -> ResponseHandler:
+        """Connect; through a relay when the host stands for a member that is relayed."""
+        host = req.url.raw_host or ""
+        if (member := relayed_id(host)) is None:
+            return await super()._create_connection(req, traces, timeout)
+        tls = req.ssl if isinstance(req.ssl, ssl.SSLContext) else None
+        sock = await self._relayed(member)
+        try:
+            name = host if tls is not None else None
+            _, protocol = await self._loop.create_connection(
+                self._factory, sock=sock, ssl=tls, server_hostname=name
+            )
+        except ssl.SSLCertVerificationError as error:
+            raise aiohttp.ClientConnectorCertificateError(req.connection_key, error) from error
+        except ssl.SSLError as error:
+            raise aiohttp.ClientConnectorSSLError(req.connection_key, error) from error
+        return protocol
 
 
 class HttpTransport:
@@ -134,7 +188,12 @@ class HttpTransport:
         self._rates = rates
         self._dialer = Dialer(clock, self.limits.resolve_ttl_s)
         self._sessions: dict[Lane, aiohttp.ClientSession] = {}
-        self._opener = Opener(self.limits)
+        self._opener = Opener(self.limits, self._connect)
+        self.relay = RelayServer(self._server.pending, self.limits, clock, rates)
+        self.relayed = RelayedMember(self._call_itself, self._show_ticket)
+        self.relays = RelayDialer(self._call_itself, self._show_ticket, self.relay)
+        self.serve(WAIT_ROUTE, self.relay.wait, max_meta_bytes=16)
+        self.serve(OPEN_ROUTE, self.relay.open, max_meta_bytes=64)
         self._streams = StreamClient(
             self._ask_stream, self._opener, clock=clock, counters=self.counters, rates=rates
         )
@@ -201,7 +260,7 @@ class HttpTransport:
             }
 
     def _session(self, per_host: int, keepalive_s: float) -> aiohttp.ClientSession:
-        connector = _Connector(limit=0, limit_per_host=per_host, keepalive_timeout=keepalive_s)
+        connector = _Connector(self.relays.connect, limit_per_host=per_host, keepalive_timeout=keepalive_s)
         return aiohttp.ClientSession(
             connector=connector,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
@@ -220,6 +279,8 @@ class HttpTransport:
         self._streams.close()
         self._opener.close()
         self._server.pending.close()
+        self.relayed.close()
+        self.relay.close()
         for session in sessions:
             await session.close()
 
@@ -236,8 +297,11 @@ class HttpTransport:
         lane: Lane = "probe",
     ) -> Answer:
         """Send one request; see `Transport`."""
-        call = OutgoingCall(target_id, route, meta, vector, into)
+        return await self._call(to, OutgoingCall(target_id, route, meta, vector, into), deadline_s, lane)
 
+    async def _call(
+        self, to: Address, call: OutgoingCall, deadline_s: float, lane: Lane, *, itself: bool = False
+    ) -> Answer:
         async def once(address: Address) -> Answer:
             if lane == "bulk" and self._streams.offered(address):
                 try:
@@ -246,7 +310,42 @@ class HttpTransport:
                     pass  # an older node, or something between us that knows no upgrades
             return await self._post(address, call, self._sessions[lane])
 
-        return await self._try_addresses(to, once, call.path, deadline_s)
+        target = None if itself else call.target_id
+        return await self._try_addresses(to, target, once, call.path, deadline_s)
+
+    async def _call_itself(
+        self, to: Address, peer_id: str, route: str, meta: bytes, deadline_s: float
+    ) -> Answer:
+        """Call a peer at its own address, whether it is relayed or not; see `relay.Call`."""
+        call = OutgoingCall(peer_id, route, meta, None, None)
+        return await self._call(to, call, deadline_s, "probe", itself=True)
+
+    async def call_anew(
+        self, to: Address, peer_id: str, route: str, meta: bytes, *, deadline_s: float
+    ) -> Answer:
+        """Call a peer at its own address over a connection made for this, which ends with it; as `call`."""
+        call = OutgoingCall(peer_id, route, meta, None, None)
+
+        async def once(address: Address) -> Answer:
+            async with self._session(1, 1.0) as session:
+                return await self._post(address, call, session)
+
+        return await self._try_addresses(to, None, once, call.path, deadline_s)
+
+    async def _connect(self, address: Address) -> socket.socket:
+        """Connect to an IP address, or to a member through its relays."""
+        member = relayed_id(address.host)
+        return await (connect(address) if member is None else self.relays.connect(member))
+
+    async def _show_ticket(self, to: Address, ticket: bytes) -> tuple[socket.socket, str]:
+        """Connect to a relay and show a ticket; see `relay.Open`."""
+        broken: Exception = WireError("it has no address")
+        for address in await self._dialer.addresses(to):
+            try:
+                return await show(await connect(address), ticket, self.limits.stall_deadline_s), address.host
+            except NotConnectedError as error:
+                broken = error
+        raise broken
 
     async def open_pipe(
         self, to: Address, peer_id: str, route: str, meta: bytes, *, deadline_s: float
@@ -284,7 +383,7 @@ class HttpTransport:
             ticket = PipeTicket(answer.opening.keys, leftover, answer.opening.hides, limits)
             return Pipe(connection, told.sender or peer_id, answer.meta, ticket)
 
-        return await self._try_addresses(to, once, f"the request for the pipe {route}", deadline_s)
+        return await self._try_addresses(to, peer_id, once, f"the request for the pipe {route}", deadline_s)
 
     async def _ask_stream(self, address: Address, target_id: str | None) -> tuple[str, ConnectionOpening]:
         """Ask for a stream; see `stream.client.Asks`."""
@@ -304,20 +403,30 @@ class HttpTransport:
             raise WireError("the peer offers a connection that isn't encrypted")
 
     async def _try_addresses(
-        self, to: Address, once: Callable[[Address], Awaitable[T]], what: str, deadline_s: float
+        self,
+        to: Address,
+        peer_id: str | None,
+        once: Callable[[Address], Awaitable[T]],
+        what: str,
+        deadline_s: float,
     ) -> T:
-        """Do something at the first IP of a peer where it listens; errors as in `Transport.call`."""
+        """Do something at the first IP of a peer where it listens, or through a relay if it has some.
+
+        Errors are those of `Transport.call`.
+        """
         if not self._sessions:
             raise PeerUnreachableError(f"{to} isn't called: our transport is closed", sent=False)
         try:
             async with asyncio.timeout(deadline_s):
-                return await self._try_each(to, once)
+                return await self._try_each(to, peer_id, once)
         except TimeoutError as error:
             raise PeerTimeoutError(f"{to} didn't answer {what} within {deadline_s:g} s") from error
 
-    async def _try_each(self, to: Address, once: Callable[[Address], Awaitable[T]]) -> T:
+    async def _try_each(self, to: Address, peer_id: str | None, once: Callable[[Address], Awaitable[T]]) -> T:
         broken: Exception | None = None
-        for address in await self._dialer.addresses(to):
+        relayed = peer_id is not None and self.relays.relays(peer_id) is not None
+        addresses = [relayed_address(peer_id or "")] if relayed else await self._dialer.addresses(to)
+        for address in addresses:
             try:
                 return await once(address)
             except (aiohttp.ClientConnectorSSLError, aiohttp.ClientConnectorCertificateError) as error:
@@ -351,6 +460,8 @@ class HttpTransport:
         if upload is not None and not call.views:
             upload.charge(nbytes)
         headers = {**head.to_headers(), "Content-Length": str(nbytes)}
+        if relayed_id(address.host) is not None:
+            headers["Host"] = "localhost"  # no name of a relayed member is an address
         tls: ssl.SSLContext | bool = self.tls.client if self.tls is not None else True
         scheme = "http" if self.tls is None else "https"
         url = URL.build(scheme=scheme, host=address.host, port=address.port, path=head.path)

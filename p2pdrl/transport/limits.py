@@ -54,6 +54,12 @@ class TransportLimits:
             the one idle for longest. 0 offers none, so that peers post their calls.
         max_pipes_per_peer: pipes that one peer may have open here; further ones are refused. 0 offers none.
         max_pipes: of all peers.
+        max_relayed: members that this node relays connections for; 0 relays for nobody.
+        max_tunnels: relayed connections of all of them.
+        max_tunnels_per_member: to one of them.
+        max_tunnels_per_caller: by one peer, and how many it may ask for at once.
+        tunnels_per_s: steady rate at which one peer may ask for them.
+        relay_bytes_s: of all tunnels together, both ways; 0 is no bound.
         stream_retry_s: how long calls are posted to a peer that offered no stream.
         resolve_ttl_s: how long a resolved name is reused.
     """
@@ -84,6 +90,12 @@ class TransportLimits:
     max_streams_per_peer: int = 8
     max_pipes_per_peer: int = 8
     max_pipes: int = 64
+    max_relayed: int = 16
+    max_tunnels: int = 128
+    max_tunnels_per_member: int = 32
+    max_tunnels_per_caller: int = 32
+    tunnels_per_s: float = 10.0
+    relay_bytes_s: float = 0.0
     stream_retry_s: float = 60.0
     resolve_ttl_s: float = 10.0
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Annotated, Generic, TypeVar
 
@@ -38,6 +38,8 @@ __all__ = [
     "NotOfferedError",
     "Opener",
     "PendingConnections",
+    "connect",
+    "show",
 ]
 
 HELLO = b"\0p2pdrl\4"
@@ -132,43 +134,7 @@ class PendingConnections(Generic[T]):
             self.drop(token)
 
 
-class Opener:
-    """The calling half: makes connections that begin with a token."""
-
-    def __init__(self, limits: TransportLimits) -> None:
-        self.limits = limits
-        self._opening: set[StreamSocket] = set()
-
-    def close(self) -> None:
-        """End what is being opened."""
-        for sock in self._opening:
-            sock.close()
-
-    @asynccontextmanager
-    async def open(self, address: Address, token: bytes) -> AsyncIterator[StreamSocket]:
-        """Connect to an IP address and show the token; whatever fails inside closes the connection.
-
-        Raises:
-            NotConnectedError: nothing listens there.
-            ConnectionError: the callee doesn't know the token, or the connection broke.
-            WireError: the callee answered something else.
-        """
-        sock = StreamSocket(await _connect(address))
-        self._opening.add(sock)
-        try:
-            await sock.send(iter([[HELLO + token]]), len(HELLO) + len(token))
-            answer = await sock.read(1, self.limits.stall_deadline_s)
-            if answer != OPENED:
-                raise WireError("the peer speaks another protocol")  # noqa: TRY301 - closed like all else
-            yield sock
-        except BaseException:
-            sock.close()
-            raise
-        finally:
-            self._opening.discard(sock)
-
-
-async def _connect(address: Address) -> socket.socket:
+async def connect(address: Address) -> socket.socket:
     """Return a non-blocking socket connected to an IP address.
 
     Raises:
@@ -189,3 +155,70 @@ async def _connect(address: Address) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+async def show(sock: socket.socket, token: bytes, within_s: float) -> socket.socket:
+    """Show a token on a new connection, and return it with all that comes after the answer unread.
+
+    Raises:
+        ConnectionError: the callee doesn't know the token, or the connection broke; it is closed.
+        WireError: the callee answered something else; likewise.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(within_s):
+            await loop.sock_sendall(sock, HELLO + token)
+            answer = await loop.sock_recv(sock, len(OPENED))
+        if not answer:
+            raise ConnectionResetError("the callee doesn't know the token")  # noqa: TRY301 - closed like all else
+        if answer != OPENED:
+            raise WireError("the callee speaks another protocol")  # noqa: TRY301 - closed like all else
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+class Opener:
+    """The calling half: makes connections that begin with a token.
+
+    Args:
+        connect: connects to an address, without more.
+    """
+
+    def __init__(
+        self,
+        limits: TransportLimits,
+        connect: Callable[[Address], Awaitable[socket.socket]] = connect,
+    ) -> None:
+        self.limits = limits
+        self._connect = connect
+        self._opening: set[StreamSocket] = set()
+
+    def close(self) -> None:
+        """End what is being opened."""
+        for sock in self._opening:
+            sock.close()
+
+    @asynccontextmanager
+    async def open(self, address: Address, token: bytes) -> AsyncIterator[StreamSocket]:
+        """Connect and show the token; whatever fails inside closes the connection.
+
+        Raises:
+            NotConnectedError: nothing listens there.
+            ConnectionError: the callee doesn't know the token, or the connection broke.
+            WireError: the callee answered something else.
+        """
+        sock = StreamSocket(await self._connect(address))
+        self._opening.add(sock)
+        try:
+            await sock.send(iter([[HELLO + token]]), len(HELLO) + len(token))
+            answer = await sock.read(1, self.limits.stall_deadline_s)
+            if answer != OPENED:
+                raise WireError("the peer speaks another protocol")  # noqa: TRY301 - closed like all else
+            yield sock
+        except BaseException:
+            sock.close()
+            raise
+        finally:
+            self._opening.discard(sock)

@@ -19,7 +19,7 @@ from p2pdrl.errors import (
 from p2pdrl.transport.protocol import Incoming, Refusal, Reply
 from p2pdrl.transport.rate import NodeRates, RateLimits
 
-from .transports import ALICE, BOB, MIB, Pair, http, memory
+from .transports import ALICE, BOB, MIB, Pair, http, memory, relayed
 
 KEY = b"the swarm's key"
 MAKERS: dict[str, Callable[[], AsyncIterator[Pair]]] = {
@@ -29,6 +29,9 @@ MAKERS: dict[str, Callable[[], AsyncIterator[Pair]]] = {
     "posts over TLS": lambda: http(KEY, streams=False),
     "streams that hide": lambda: http(KEY, streams=True, other_key=b"another key"),
     "streams that prove": lambda: http(KEY, streams=True, hides=False, other_key=b"another key"),
+    "posts through a relay, in the open": lambda: relayed(None, streams=False),
+    "posts through a relay": lambda: relayed(KEY, streams=False),
+    "streams through a relay": lambda: relayed(KEY, streams=True),
 }
 
 
@@ -255,9 +258,10 @@ async def test_bytes_are_counted_by_peer(pair: Pair) -> None:
     await pair.alice.call(pair.bob_at, BOB, "take", b"1234", vector=vector(1000), deadline_s=5)
     assert 1004 <= alice.bytes_out - out < 1100
     assert 100 <= alice.bytes_in - into < 200
-    assert (alice.bytes_out, alice.bytes_in) == (alice.bytes_out_by_peer[BOB], alice.bytes_in_by_peer[BOB])
-    assert bob.bytes_in_by_peer[ALICE] == alice.bytes_out
-    assert bob.bytes_out_by_peer[ALICE] == alice.bytes_in
+    assert alice.bytes_out == sum(alice.bytes_out_by_peer.values())  # of Bob, and of a relay
+    assert alice.bytes_in == sum(alice.bytes_in_by_peer.values())
+    assert bob.bytes_in_by_peer[ALICE] == alice.bytes_out_by_peer[BOB]
+    assert bob.bytes_out_by_peer[ALICE] == alice.bytes_in_by_peer[BOB]
 
 
 async def test_many_calls_at_once(pair: Pair) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import socket
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +90,7 @@ async def http(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         nowhere = Address("127.0.0.1", free.getsockname()[1])
+    bob.relayed.take = listener.take
     for transport in (alice, bob, stranger):
         await transport.start()
     yield Pair(alice, bob, bob_at, stranger, nowhere)
@@ -95,3 +98,33 @@ async def http(
         await transport.close()
     await listener.close()
     assert listener.connections == 0
+
+
+async def relayed(swarm_key: bytes | None, *, streams: bool) -> AsyncIterator[Pair]:
+    """Bob is reached through a relay, but by who doesn't know his id: seeds are dialled."""
+    clock = SystemClock()
+    limits = TransportLimits(shutdown_grace_s=0.05, max_streams_per_peer=8 if streams else 0)
+    async with aclosing(http(swarm_key, streams=streams)) as made:
+        pair = await anext(made)
+        identity = Identity(b"r" * 32)
+        tls = identity.tls([swarm_key]) if swarm_key is not None else None
+        relay = HttpTransport(identity.node_id, "default", tls, clock=clock, limits=limits)
+        app = web.Application()
+        relay.mount(app)
+        listener = Listener(limits, clock, relay.counters)
+        relay_at = await listener.listen(app, "127.0.0.1", 0, has_key=swarm_key is not None)
+        await relay.start()
+        alice, bob = pair.alice, pair.bob
+        assert isinstance(alice, HttpTransport)
+        assert isinstance(bob, HttpTransport)
+        alice.relays.relays = lambda node: [(relay.node_id, relay_at)] if node == BOB else None
+        await bob.relayed.attach(relay.node_id, relay_at)
+        serving = asyncio.create_task(bob.relayed.serve(relay.node_id, relay_at))
+        yield pair
+        serving.cancel()
+        await asyncio.wait([serving])
+        await relay.close()
+        await listener.close()
+        assert (relay.relay.tunnels, listener.connections) == (0, 0)
+        with suppress(StopAsyncIteration):
+            await anext(made)

@@ -144,3 +144,54 @@ def test_commands_reach_another_machine_by_the_swarms_key(networks, wait_until, 
         assert refused.returncode == 2, refused.stderr
         assert "doesn't let us in" in refused.stderr
         assert refused.stderr.count("\n") == 1
+
+
+def drop_what_comes_in(networks, machine):
+    """As a router does: connections from outside aren't answered, those from inside work."""
+    rules = (
+        "add table inet router",
+        "add chain inet router input { type filter hook input priority 0; policy accept; }",
+        'add rule inet router input iifname "eth0" ct state new tcp flags syn drop',
+    )
+    for rule in rules:
+        ip("netns", "exec", networks.names[machine], "nft", rule)
+
+
+@pytest.mark.parametrize("seconds", [20, 600])
+def test_a_machine_that_drops_what_comes_in_trains_and_is_never_dead(networks, wait_until, seconds):
+    if shutil.which("nft") is None:
+        pytest.skip("dropping connections wants nft")
+    drop_what_comes_in(networks, 2)
+    networks.start(0, *PACE, "--advertise", "10.77.0.1:7700")
+    networks.start(1, *PACE, "--peers", "10.77.0.1:7700")
+    for machine in (0, 1):
+        wait_until(lambda machine=machine: networks.told(machine, "training"), 150, "it trains")
+    networks.start(2, *PACE, "--peers", "10.77.0.1:7700")
+    began_s = time.monotonic()
+    wait_until(lambda: networks.told(2, "training"), 150, "it trains behind a router")
+    for machine in range(3):
+        wait_until(
+            lambda machine=machine: set(networks.peers(machine)["m2"]["relays"]) == {"m0", "m1"},
+            30,
+            f"m{machine} shows it",
+        )
+    shown = networks.ask(0, "peers", "--data-dir", str(networks.folder / "m0")).stdout
+    assert "outbound-only" in shown
+    assert "gets no answer" in networks.told(2, "outbound-only")[0]["event"]
+
+    def exchanges():
+        status = ["status", "--json", "--data-dir", str(networks.folder / "m2")]
+        return json.loads(networks.ask(2, *status).stdout)["exchanges"]
+
+    before = exchanges()
+    time.sleep(max(0.0, seconds - (time.monotonic() - began_s)))
+    after = exchanges()
+    print(f"exchanges of m2 in {seconds} s: {before} -> {after}")
+    for word in ("ok", "answered"):
+        assert after.get(word, 0) > before.get(word, 0), (word, before, after)
+    about = [e for m in (0, 1) for e in networks.told(m, "member-suspect") if "m2" in e["event"]]
+    print(f"suspicions of m2: {len(about)}")
+    for machine in (0, 1):
+        dead = [event for event in networks.told(machine, "member-dead") if "m2" in event["event"]]
+        assert not dead, dead
+    assert not networks.told(2, "member-dead")

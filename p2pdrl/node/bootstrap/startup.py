@@ -33,8 +33,11 @@ from p2pdrl.membership.state import open_core
 from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.bootstrap.datadir import RATES_FILE, DataDir
 from p2pdrl.node.bootstrap.key_watch import KeyWatch
+from p2pdrl.node.bootstrap.lan import LanDiscovery
 from p2pdrl.node.context import NodeContext
 from p2pdrl.node.events import EventLog
+from p2pdrl.node.port_mapping import PortMapping
+from p2pdrl.node.reachability import Reachability
 from p2pdrl.node.status.view import ApiView
 from p2pdrl.transport.dial import ip_of
 from p2pdrl.transport.http.guard import guard_middleware
@@ -185,8 +188,9 @@ def raise_open_files() -> int:
     return soft if soft != resource.RLIM_INFINITY else _MOST_FILES
 
 
-def _limits(max_connections: int, files: int, events: EventLog) -> TransportLimits:
+def _limits(config: LimitsConfig, files: int, events: EventLog) -> TransportLimits:
     """Bounds of the transport, for no more connections than there can be open files."""
+    max_connections = config.max_connections
     possible = max(files // 4, files - _FILES_BESIDE_CONNECTIONS)
     if possible < max_connections:
         text = (
@@ -194,7 +198,13 @@ def _limits(max_connections: int, files: int, events: EventLog) -> TransportLimi
             f"{max_connections}: raise the limit (ulimit -n, or LimitNOFILE of systemd)"
         )
         events.emit("few-files", text, level="warning")
-    return TransportLimits(max_connections=min(possible, max_connections))
+    connections = min(possible, max_connections)
+    return TransportLimits(
+        max_connections=connections,
+        max_relayed=config.relayed_members,
+        max_tunnels=connections // 4,
+        relay_bytes_s=config.relay_bytes_s,
+    )
 
 
 def _own_names(advertise: str | None) -> set[str]:
@@ -288,10 +298,14 @@ async def open_node(
     ``on_twin`` is told the address of another node that runs with our identity.
 
     Raises:
-        UsageError: bad key file, malformed peer, taken port, open address without a key.
+        UsageError: bad key file, malformed peer, taken port, open address without a key, missing extra.
         StorageError: the data folder can't be used. One that is made here goes again when the start fails.
     """
     node = config.node
+    if node.discover:
+        LanDiscovery.require()
+    if node.port_mapping:
+        PortMapping.require()
     seeds = [seed_address(peer) for peer in node.peers]
     keys = None if node.swarm_key_file is None else read_swarm_keys(node.swarm_key_file)
     good = () if keys is None else keys.good(clock.wall())
@@ -310,7 +324,7 @@ async def open_node(
         events=events,
         leave=leave,
     )
-    limits = _limits(node.limits.max_connections, raise_open_files(), events)
+    limits = _limits(node.limits, raise_open_files(), events)
     tls = identity.tls(good) if good else None
     rates = _rates(view.data_dir, node.limits)
     if rates is not None:
@@ -326,6 +340,7 @@ async def open_node(
         rates=rates,
     )
     listener, bound = await _serve(stack, view, transport, config=node, events=events, clock=clock)
+    transport.relayed.take = listener.take
     key_watch = None
     if keys is not None and node.swarm_key_file is not None:
 
@@ -374,6 +389,7 @@ async def open_node(
         events=events,
         transport=transport,
         membership=membership,
+        reachability=Reachability(membership, transport, clock, events, random.Random(boot)),
         progress_tracker=ProgressTracker(identity.node_id, boot),
         began_s=clock.monotonic(),
     )

@@ -20,6 +20,7 @@ from p2pdrl.config.strategy import StrategyConfig
 from p2pdrl.config.task import minibatch_rows
 from p2pdrl.ids import short
 from p2pdrl.membership.events import MemberView
+from p2pdrl.membership.records import relays_in
 from p2pdrl.node import settings
 from p2pdrl.node.accounting.evaluations import Entry
 from p2pdrl.node.accounting.report_table import PeerReport
@@ -276,6 +277,7 @@ class StatusReporter:
             "lineage": report.lineage,
             "state": context.state,
             "members": context.member_counts(),
+            "reach": context.reachability.figures(),
             "swarm_env_steps": context.progress_tracker.total().env_steps,
             "swarm_steps_per_s": sum(rates),
             "speedup": self._speedup(rates),
@@ -488,7 +490,7 @@ class StatusReporter:
             "last_seen_s": member.last_seen_s,
             "self": member.is_self,
             "roles": list(roles_in(member.tags)),
-        }
+        } | self._reach(member)
         report, age_s = found if found is not None else (None, None)
         shown = (*FIGURES, "device", "learner_restarts", "strategy")
         row |= {name: getattr(report, name, None) for name in shown}
@@ -503,6 +505,14 @@ class StatusReporter:
         behind = training.policy_version - report.policy_version if report and training else None
         row["staleness"] = None if behind is None else max(behind, 0)
         return row
+
+    def _reach(self, member: MemberView) -> dict[str, object]:
+        """How others call a member: directly, or through whom."""
+        relays = relays_in(member.tags)
+        return {
+            "reach": "direct" if relays is None else "outbound-only",
+            "relays": [self._context.name_of(relay) for relay in relays or ()],
+        }
 
     def _reasons(self, member: MemberView, report: PeerReport | None) -> list[str]:
         reasons = [] if member.state == "alive" else [f"{member.state}: {member.state_reason}"]

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy.typing as npt
 
+from p2pdrl.api.answers import ApiRefusal
 from p2pdrl.api.protocol import EventSource
 from p2pdrl.config.mode import strategy_from
 from p2pdrl.errors import CheckpointError
@@ -18,6 +19,7 @@ from p2pdrl.node.state.checkpoints import Checkpointer
 from p2pdrl.node.status.meters import Meters
 from p2pdrl.node.status.reporter import StatusReporter
 from p2pdrl.tensors.inference_slots import InferenceSpec, PolicyAnswer
+from p2pdrl.transport.protocol import Refusal
 
 __all__ = ["ApiView"]
 
@@ -151,6 +153,13 @@ class ApiView:
     async def export(self) -> bytes:
         """The present state as a checkpoint file."""
         return await self._checkpointer().export()
+
+    async def dial_back(self, host: str, port: int, nonce: str) -> dict[str, object]:
+        """Dial who asks."""
+        try:
+            return await _need(self._context).reachability.dial_for(host, port, nonce)
+        except Refusal as refusal:
+            raise ApiRefusal(refusal.status, refusal.reason) from refusal
 
     def config(self) -> dict[str, object]:
         """The configuration in force; it holds no secrets, only where they are."""

@@ -606,9 +606,10 @@ class _Port:
                     self._pause(error, displace=not count)
                 return
             sock.setblocking(False)
-            self._take(sock, str(where[0]))
+            self.take(sock, str(where[0]))
 
-    def _take(self, sock: socket.socket, host: str) -> None:
+    def take(self, sock: socket.socket, host: str) -> None:
+        """Serve a connection, like one that was accepted here."""
         arriving = _Arriving(self, sock, host)
         if not self.watchdog.admit(arriving, host):
             try:
@@ -764,6 +765,13 @@ class Listener:
                 connection.request_ended()
 
         return mark
+
+    def take(self, sock: socket.socket, host: str) -> None:
+        """Serve a connection that a relay has made for us, whose IP is ``host``, like one accepted here."""
+        if self._port is None:
+            sock.close()
+        else:
+            self._port.take(sock, host)
 
     def cut(self) -> None:
         """Cut every connection: members make new ones, and prove themselves anew."""

@@ -66,6 +66,7 @@ READS = [
 CHANGES = [
     "/v1/mode?mode=local",
     "/v1/leave",
+    "/v1/dial-back?port=80&nonce=" + "0" * 32,
     "/v1/pause",
     "/v1/resume",
     "/v1/checkpoint",
@@ -285,6 +286,8 @@ async def test_malformed_signatures_are_400(start, clock, spoil):
         ("GET", "/v1/events?since=" + "9" * 5000, 400), ("GET", "/v1/events?since=%C2%B2", 400),
         ("GET", "/v1/events?follow=2", 400), ("PUT", "/v1/mode", 405), ("POST", "/v1/mode", 400),
         ("POST", "/v1/mode?mode=local&mode=gossip", 400), ("POST", "/v1/mode?mode=local&weight=1", 400),
+        ("POST", "/v1/dial-back", 400), ("POST", "/v1/dial-back?port=0&nonce=" + "0" * 32, 400),
+        ("POST", "/v1/dial-back?port=80&nonce=0", 400),
         ("POST", "/v1/roles", 400), ("POST", "/v1/roles?role=king", 400), ("POST", "/v1/roles?as=actor", 400),
         ("POST", "/v1/roles?" + "&role=actor" * 65, 400),
         ("POST", "/v1/mode?mode=gossip" + "&set=weight%3D0.3" * 65, 400),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import time
 from importlib import metadata
@@ -116,3 +117,45 @@ def test_clocks_are_compared(served, monkeypatch, date, expected):
 def test_another_protocol_fails(served, monkeypatch):
     monkeypatch.setattr(doctor, "PROTOCOL_VERSION", 99)
     assert results(doctor.peer_checks(served.address, None))[f"peer {served.address} protocol"] == "fail"
+
+
+def dialled_back(served, listen):
+    found = doctor.peer_checks(served.address, None, listen=listen)
+    return next(check for check in found if check.name.endswith("dials back"))
+
+
+def test_a_peer_dials_the_port_where_a_node_will_listen(free_address, tmp_path):
+    with ServedNode(FakeNode()) as served:
+        assert "wasn't tried" in dialled_back(served, free_address).found  # without its token
+    (tmp_path / "token").write_text("7" * 64)
+    with ServedNode(FakeNode(data_dir=str(tmp_path))) as served:
+        check = dialled_back(served, free_address)
+        assert (check.result, check.advice) == ("ok", "")
+        served.node.dialled_why = "a connection to 203.0.113.9:7700 gets no answer"
+        check = dialled_back(served, free_address)
+        assert check.result == "warn"
+        assert "gets no answer" in check.found
+        assert "through relays" in check.advice
+        assert f"forward port {free_address.rpartition(':')[2]}" in check.advice
+
+
+def test_a_node_that_runs_tells_how_it_is_reached():
+    with ServedNode(FakeNode("here")) as here, ServedNode(FakeNode()) as peer:
+        here.node.state["reach"] = {"state": "outbound-only", "why": "it is refused", "relays": ["n1", "n2"]}
+        check = dialled_back(peer, here.address)
+        assert check.result == "warn"
+        assert "outbound-only, called through n1, n2: it is refused" in check.found
+        here.node.state["reach"] = {"state": "direct"}
+        assert dialled_back(peer, here.address).result == "ok"
+    with socket.create_server(("127.0.0.1", 0)) as taken, ServedNode(FakeNode()) as peer:
+        check = dialled_back(peer, "{}:{}".format(*taken.getsockname()))
+        assert check.result == "warn"
+        assert "taken" in check.found
+
+
+def test_few_open_files_are_a_warning(monkeypatch):
+    assert machine("open files").result == "ok"
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    check = machine("open files")
+    assert check.result == "warn"
+    assert "ulimit" in check.advice

@@ -6,7 +6,7 @@ import pytest
 
 from p2pdrl.membership.events import Answered, Request, Respond, SendFailed, Tick
 from p2pdrl.membership.messages import Ack, GossipMessage, Nack, Ping, PingReq
-from p2pdrl.membership.records import Incarnation
+from p2pdrl.membership.records import Incarnation, with_relays
 
 from .bench import BOOT_MS, KEYS, Bench, first_ping, record, suspicion
 
@@ -113,3 +113,39 @@ def test_who_doesnt_know_us_asks_and_is_told() -> None:
     (introduction,) = [sent for sent in bench.sent if isinstance(sent.message, GossipMessage)]
     assert isinstance(introduction.message, GossipMessage)
     assert bench.core.me in introduction.message.records
+
+
+@pytest.mark.parametrize("how", ["unreachable", "timeout"])
+def test_an_outbound_only_member_that_speaks_isn_t_accused_and_one_that_is_silent_is(how: str) -> None:
+    """Nobody can dial it: when its relays fail, its own calls show that it lives."""
+    bench = Bench(others=1)
+    bench.gossip(record(1, 1, tags=with_relays({}, [])))
+    bench.down[1] = how
+    for _ in range(40):
+        bench.run(1.5)
+        bench.ask(1, Ping(Incarnation(BOOT_MS, 1), Incarnation(BOOT_MS, 0)))
+    assert bench.kinds(1) == ["updated"]
+    bench.run(30.0)
+    assert bench.kinds(1) == ["updated", "suspect", "dead"]
+
+
+def test_others_accusations_don_t_kill_an_outbound_only_member_that_speaks() -> None:
+    bench = Bench()
+    bench.gossip(record(1, 1, tags=with_relays({}, [KEYS[2].node_id])))
+    bench.down[1] = "timeout"
+    bench.gossip(*(suspicion(1, accuser, counter=1) for accuser in (2, 3, 4)), sender=2)
+    for _ in range(20):
+        bench.run(1.5)
+        bench.ask(1, Ping(Incarnation(BOOT_MS, 1), Incarnation(BOOT_MS, 0)))
+    assert bench.state(1) == "suspect"
+    bench.run(10.0)
+    assert bench.state(1) == "dead"
+
+
+def test_a_direct_member_is_accused_though_it_speaks() -> None:
+    bench = Bench(others=1)
+    bench.down[1] = "unreachable"
+    bench.run(1.5)
+    bench.ask(1, Ping(Incarnation(BOOT_MS, 0), Incarnation(BOOT_MS, 0)))
+    bench.run(1.5)
+    assert bench.state(1) == "suspect"

@@ -5,6 +5,7 @@ import pytest
 
 from p2pdrl.membership.identity import Identity, verify
 from p2pdrl.membership.records import (
+    MAX_TAG_BYTES,
     BadRecordError,
     Incarnation,
     MemberRecord,
@@ -13,9 +14,11 @@ from p2pdrl.membership.records import (
     Verifier,
     approx_bytes,
     refuse_address,
+    relays_in,
     sign_member,
     sign_suspicion,
     sign_swarm_record,
+    with_relays,
 )
 
 ME, OTHER = Identity(b"1" * 32), Identity(b"2" * 32)
@@ -123,3 +126,16 @@ def test_addresses_that_are_fine() -> None:
     assert refuse_address("127.0.0.1:7600", "") is None
     assert refuse_address("10.1.2.3:7600", "10.0.0.1") is None
     assert refuse_address("node7.cluster.local:7600", "10.0.0.1") is None
+
+
+def test_tags_tell_how_a_member_is_reached() -> None:
+    relays = [f"{number:032x}" for number in range(5)]
+    tags = with_relays({"roles": "learner"}, relays)
+    assert relays_in(tags) == tuple(relays[:3])
+    assert tags["roles"] == "learner"
+    assert all(len(key) + len(value) <= MAX_TAG_BYTES for key, value in tags.items())
+    assert relays_in(with_relays(tags, [])) == ()
+    assert with_relays(tags, None) == {"roles": "learner"}
+    assert relays_in({}) is None
+    assert relays_in({"relays": relays[0]}) is None
+    assert relays_in({"reach": "outbound-only", "relays": f"{relays[1]},../x,{relays[1]},"}) == (relays[1],)

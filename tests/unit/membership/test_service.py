@@ -9,6 +9,7 @@ import pytest
 
 from p2pdrl.clock import LoopClock
 from p2pdrl.errors import PeerRefusedError
+from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.membership import state
 from p2pdrl.membership.events import MemberEvent
 from p2pdrl.membership.identity import Identity
@@ -230,7 +231,7 @@ async def test_another_version_is_refused_once_in_plain_words(start: Start, monk
     monkeypatch.setattr(state, "PROTOCOL_VERSION", 1)
     two = await start(2, ["10.0.0.1:7600"], hooks=hooks)
     await asyncio.sleep(20)
-    words = "it speaks protocol 1, this swarm speaks 4"
+    words = f"it speaks protocol 1, this swarm speaks {PROTOCOL_VERSION}"
     assert told == [("10.0.0.2:7600", f"we refused it: {words}"), ("10.0.0.1:7600", words)]
     assert not two.service.joined.is_set()
     assert set(one.states()) == {"n1"}
@@ -395,3 +396,23 @@ async def test_who_tells_an_older_setting_learns_the_newer_one_from_the_answer(
     two.service.tell_settings(one.identity.node_id)
     await asyncio.sleep(0.02)
     assert two.service.records.value("mode") == {"name": "sgp"}
+
+
+async def test_who_relays_for_a_member_is_known_to_all_while_they_live(start: Start) -> None:
+    one = await start(1, [])
+    two, three = await start(2, ["10.0.0.1:7600"]), await start(3, ["10.0.0.1:7600"])
+    await asyncio.sleep(5)
+    home, relay = three.identity.node_id, two.identity.node_id
+    assert one.service.relays_of(home) is None
+    three.service.tell_relays([relay, "f" * 32])
+    three.service.retag({"roles": "learner"})
+    await asyncio.sleep(5)
+    assert one.service.relays_of(home) == [(relay, Address("10.0.0.2", 7600))]
+    assert one.service.relays_of(relay) is None
+    assert next(m for m in one.service.members() if m.id == home).tags["roles"] == "learner"
+    two.service.tell_relays([])  # one that can't be dialled itself is nobody's
+    await asyncio.sleep(5)
+    assert one.service.relays_of(home) == []
+    three.service.tell_relays(None)
+    await asyncio.sleep(5)
+    assert one.service.relays_of(home) is None

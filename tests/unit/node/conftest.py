@@ -253,6 +253,7 @@ def context(clock: ManualClock, events: EventLog, membership: FakeMembership, tm
         events=events,
         transport=SimpleNamespace(counters=TrafficCounters()),  # type: ignore[arg-type]
         membership=membership,  # type: ignore[arg-type]
+        reachability=SimpleNamespace(reach="direct", figures=dict),  # type: ignore[arg-type]
         progress_tracker=ProgressTracker(me, 5),
         began_s=clock.monotonic(),
     )

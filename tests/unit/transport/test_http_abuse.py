@@ -14,6 +14,7 @@ import pytest
 
 from p2pdrl.clock import SystemClock
 from p2pdrl.errors import PeerRefusedError
+from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.limits import PIECE_BYTES
 from p2pdrl.transport.opening import HELLO, TOKEN_BYTES
@@ -86,7 +87,10 @@ async def test_what_is_refused(patient: Served, name: str) -> None:
 async def test_an_older_version_is_told_what_to_do(patient: Served) -> None:
     status, text = await patient.send(patient.request(change=lambda head: replace(head, protocol=3)))
     assert status == 403
-    assert "this node speaks protocol 4, yours 3: install the same p2pdrl on both machines" in text
+    assert (
+        f"this node speaks protocol {PROTOCOL_VERSION}, yours 3: install the same p2pdrl on both machines"
+        in text
+    )
 
 
 @pytest.mark.parametrize("tls", [None, client_context([KEY])], ids=["in the open", "no certificate"])

@@ -23,13 +23,13 @@ STATUS = (
     "swarm_env_steps steps_per_s swarm_steps_per_s speedup mean_return episodes episodes_in_window updates "
     "consensus_distance loop_lag_s rss_bytes bytes_in bytes_out exchanges learner stop healthy reasons "
     "uptime_s data_dir last_checkpoint pipeline trains collects role stage bubble actors "
-    "evaluation experience inference"
+    "evaluation experience inference reach"
 )
 ROW = (
     "name id address state state_reason incarnation rtt_s last_seen_s policy_version env_steps steps_per_s "
     "mean_return episodes_in_window staleness bytes_in bytes_out consensus_distance loop_lag_s rss_bytes "
     "healthy reasons device learner_restarts report_age_s self training_state mode_epoch strategy role "
-    "trains collects stage bubble roles"
+    "trains collects stage bubble roles reach relays"
 )
 STATUS_KEYS, ROW_KEYS = set(STATUS.split()), set(ROW.split())
 B, C, D, E = ("b" * 32, "c" * 32, "d" * 32, "e" * 32)
