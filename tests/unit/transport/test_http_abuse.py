@@ -86,7 +86,7 @@ async def test_what_is_refused(patient: Served, name: str) -> None:
 async def test_an_older_version_is_told_what_to_do(patient: Served) -> None:
     status, text = await patient.send(patient.request(change=lambda head: replace(head, protocol=3)))
     assert status == 403
-    assert "this node speaks protocol 4, yours 3: install the same p2pdrl on both machines" in text
+    assert "this node speaks protocol 5, yours 3: install the same p2pdrl on both machines" in text
 
 
 @pytest.mark.parametrize("tls", [None, client_context([KEY])], ids=["in the open", "no certificate"])
