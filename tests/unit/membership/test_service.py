@@ -230,7 +230,7 @@ async def test_another_version_is_refused_once_in_plain_words(start: Start, monk
     monkeypatch.setattr(state, "PROTOCOL_VERSION", 1)
     two = await start(2, ["10.0.0.1:7600"], hooks=hooks)
     await asyncio.sleep(20)
-    words = "it speaks protocol 1, this swarm speaks 4"
+    words = "it speaks protocol 1, this swarm speaks 5"
     assert told == [("10.0.0.2:7600", f"we refused it: {words}"), ("10.0.0.1:7600", words)]
     assert not two.service.joined.is_set()
     assert set(one.states()) == {"n1"}
