@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from p2pdrl.node.accounting.report_table import PeerReport
 
-__all__ = ["MOST_NODES", "MOST_SAMPLES", "History"]
+__all__ = ["MOST_NODES", "MOST_SAMPLES", "MetricHistory"]
 
 EVERY_S = 5.0
 MOST_SAMPLES = 480
@@ -28,7 +28,7 @@ class _Curve:
     values: dict[str, list[float | None]] = field(default_factory=dict)
 
 
-class History:
+class MetricHistory:
     """Samples of a swarm's figures."""
 
     def __init__(self) -> None:

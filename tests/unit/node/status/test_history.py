@@ -6,7 +6,7 @@ import itertools
 import math
 
 from p2pdrl.node.accounting.report_table import PeerReport
-from p2pdrl.node.status.history import MOST_NODES, MOST_SAMPLES, History
+from p2pdrl.node.status.history import MOST_NODES, MOST_SAMPLES, MetricHistory
 
 
 def report(node, mean_return, steps_per_s=10.0):
@@ -14,7 +14,7 @@ def report(node, mean_return, steps_per_s=10.0):
 
 
 def test_samples_are_five_seconds_apart_and_columns_equally_long():
-    history = History()
+    history = MetricHistory()
     for second in range(21):
         reports = [report("a", float(second))] + ([report("b", None)] if second >= 10 else [])
         history.sample(1000.0 + second, 100 * second, reports, {"a" * 32: "ann"})
@@ -29,7 +29,7 @@ def test_samples_are_five_seconds_apart_and_columns_equally_long():
 
 
 def test_it_is_bounded_in_samples_and_spans_the_whole_run():
-    history = History()
+    history = MetricHistory()
     for at in range(5 * MOST_SAMPLES):
         history.sample(10.0 * at, at, [report("a", 1.0)], {})
     document = history.document()
@@ -45,7 +45,7 @@ def test_it_is_bounded_in_samples_and_spans_the_whole_run():
 
 
 def test_it_is_bounded_in_nodes_and_forgets_those_long_gone():
-    history = History()
+    history = MetricHistory()
     many = [PeerReport(id=f"{number:032x}", boot=1, seq=1) for number in range(3 * MOST_NODES)]
     history.sample(0.0, 0, many, {})
     assert len(history.document()["nodes"]) == MOST_NODES
@@ -55,7 +55,7 @@ def test_it_is_bounded_in_nodes_and_forgets_those_long_gone():
 
 
 def test_numbers_that_are_none_and_a_clock_that_goes_back():
-    history = History()
+    history = MetricHistory()
     history.sample(100.0, 1, [report("a", math.inf)], {})
     history.sample(50.0, 2, [report("a", 1.0)], {})
     history.sample(105.0, 3, [report("a", 2.0)], {})
