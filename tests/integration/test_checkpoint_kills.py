@@ -149,7 +149,7 @@ class Mortal:
 
     def died(self, node, wait_until):
         wait_until(
-            lambda: node.process.poll() is not None, 120, f"it dies: {node.text()[-2000:]}", every_s=0.02
+            lambda: node.process.poll() is not None, 300, f"it dies: {node.text()[-2000:]}", every_s=0.02
         )
         assert node.process.returncode == -signal.SIGKILL, node.text()[-3000:]
 
@@ -168,7 +168,7 @@ def resumes(node, wait_until, before):
     """``node`` trains, from a whole checkpoint if there was one."""
     wait_until(
         lambda: node.process.poll() is not None or node.status().get("state") == "training",
-        120,
+        300,
         f"it trains: {node.text()[-3000:]}",
         every_s=0.05,
     )
