@@ -526,7 +526,7 @@ class Node:
         return self._context.address if self._mapped is None else self._mapped[1]
 
     async def _look_around(self, group: asyncio.TaskGroup, *, may_move: bool) -> list[asyncio.Task[None]]:
-        """Follow this machine's address, ask the router for our port, look for others on the local network."""
+        """Follow this machine's address, ask the router for our port, look for others on its network."""
         jobs = self._map_port(group)
         if may_move:
             jobs.append(group.create_task(self._follow_address(), name="address"))
