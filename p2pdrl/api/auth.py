@@ -91,17 +91,17 @@ class AccessGuard:
         if access is Access.CHANGE or not self._readable(access) or (access is Access.OPEN and shown):
             self._authenticate(request)
             request[_PROVEN] = True
-        elif access is Access.OPEN or self._node.swarm_keys:
+        elif access is Access.OPEN or self._node.keyed:
             return
         if (connection := watched(request)) is not None:
             connection.proven = True  # strangers' connections give way to it
 
     def tells_details(self, request: web.Request) -> bool:
         """Whether an open route tells this caller more than a yes or no."""
-        return not self._node.swarm_keys or from_this_machine(request) or _PROVEN in request
+        return not self._node.keyed or from_this_machine(request) or _PROVEN in request
 
     def _readable(self, access: Access) -> bool:
-        if access is Access.OPEN or not self._node.swarm_keys:
+        if access is Access.OPEN or not self._node.keyed:
             return True
         return access is Access.METRICS and self._node.open_metrics
 
@@ -110,7 +110,7 @@ class AccessGuard:
             self._check_mac(request)
             return
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if given and self._node.swarm_keys and not (request.secure or is_loopback(request.remote or "")):
+        if given and self._node.keyed and not (request.secure or is_loopback(request.remote or "")):
             raise ApiRefusal(
                 401, "a token goes over TLS only, where others could listen: use https://", _WANTS
             )
@@ -161,7 +161,7 @@ def from_this_machine(request: web.Request) -> bool:
 
 
 def _refuse_body(request: web.Request, *, takes_body: bool) -> None:
-    """All routes but one take no body, so it is never read."""
+    """Most routes take no body, so it is never read."""
     if "Content-Encoding" in request.headers:
         raise ApiRefusal(415, "an encoded body isn't taken")
     if not takes_body and request.body_exists and request.content_length != 0:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 
+from p2pdrl.membership.invites import Inviter
 from p2pdrl.tensors.inference_slots import InferenceSpec, PolicyAnswer
 
 __all__ = ["Event", "EventSource", "NodeView"]
@@ -49,7 +50,18 @@ class NodeView(Protocol):
 
     @property
     def swarm_keys(self) -> tuple[bytes, ...]:
-        """The swarm's secrets, none for a keyless swarm on loopback; several while the key is replaced."""
+        """The swarm's secrets that this node holds; several while the key is replaced.
+
+        None for a keyless swarm on loopback, or for a node that was invited.
+        """
+
+    @property
+    def keyed(self) -> bool:
+        """Whether the swarm has a key, be it that this node holds it, or was invited."""
+
+    @property
+    def inviter(self) -> Inviter | None:
+        """Makes and redeems invites; None where this node holds no swarm key."""
 
     @property
     def open_metrics(self) -> bool:

@@ -19,6 +19,7 @@
 | ``POST /v1/roles`` | change | ``?role=actor&role=…``; this node's from now on, or 400 and why not |
 | ``POST /v1/dial-back`` | change | ``?port=N&nonce=HEX``; whether we can connect to that port of the asker |
 | ``POST /v1/leave`` | change | 202; the node leaves and ends |
+| ``/v1/invites`` and below | | see `invites` |
 
 Called once by the daemon. Host and Origin are checked before, by the transport's middleware.
 """
@@ -34,6 +35,7 @@ from aiohttp import web
 from p2pdrl.api.act import ActHandlers
 from p2pdrl.api.answers import ApiRefusal, Handler, answers_errors, json_answer
 from p2pdrl.api.auth import Access, AccessGuard, from_this_machine
+from p2pdrl.api.invites import InviteHandlers
 from p2pdrl.api.page import load_page
 from p2pdrl.api.protocol import NodeView
 from p2pdrl.api.sse import EventStreams
@@ -51,14 +53,18 @@ _MAX_SETS = 64
 _PORT = re.compile(r"[0-9]{1,5}")
 _LONGEST_TRACE_S = 60.0
 
+_TAKE_BODIES = frozenset({"/v1/act", "/v1/invites/redeem", "/v1/invites/renew"})
+
 Route = tuple[str, str, Access, Handler]
 
 
 def mount(app: web.Application, node: NodeView, clock: Clock | None = None) -> None:
     """Add every route of ``node``'s API to ``app``, which isn't started yet."""
-    access_guard = AccessGuard(node, clock or SystemClock())
+    clock = clock or SystemClock()
+    access_guard = AccessGuard(node, clock)
     streams = EventStreams(node.events())
     routes, acting = _Routes(node, access_guard), ActHandlers(node)
+    invites = InviteHandlers(node, clock)
     table: list[Route] = [
         ("GET", "/", Access.OPEN, load_page().handle),
         ("GET", "/healthz", Access.OPEN, routes.healthz),
@@ -84,11 +90,16 @@ def mount(app: web.Application, node: NodeView, clock: Clock | None = None) -> N
         ("POST", "/v1/roles", Access.CHANGE, routes.roles),
         ("POST", "/v1/dial-back", Access.CHANGE, routes.dial_back),
         ("POST", "/v1/leave", Access.CHANGE, routes.leave),
+        ("GET", "/v1/invites", Access.READ, invites.list),
+        ("POST", "/v1/invites", Access.CHANGE, invites.create),
+        ("POST", "/v1/invites/revoke", Access.CHANGE, invites.revoke),
+        ("GET", "/v1/invites/authority", Access.OPEN, invites.authority),
+        ("POST", "/v1/invites/redeem", Access.OPEN, invites.redeem),
+        ("POST", "/v1/invites/renew", Access.OPEN, invites.renew),
     ]
     for method, path, access, handler in table:
         add = app.router.add_get if method == "GET" else app.router.add_post
-        takes_body = (method, path) == ("POST", "/v1/act")
-        add(path, access_guard.guard(access, handler, takes_body=takes_body))
+        add(path, access_guard.guard(access, handler, takes_body=method == "POST" and path in _TAKE_BODIES))
     app.router.add_route("*", "/v1/{rest:.*}", answers_errors(_unknown(table)))
     app.on_shutdown.append(streams.close)
 

@@ -42,6 +42,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("p2pdrl.cli.evaluate:evaluate", "Measure a checkpoint, or a running node's policy."),
     "doctor": ("p2pdrl.cli.doctor:doctor", "Check this machine, and the way to the peers."),
     "pipeline": ("p2pdrl.cli.pipeline:pipeline", "Plan how one model is trained over several devices."),
+    "invite": ("p2pdrl.cli.invites:invite", "Print a line by which one more machine can join."),
     "keygen": ("p2pdrl.cli.keys:keygen", "Make a swarm key."),
     "key": ("p2pdrl.cli.keys:key", "Replace a swarm's key while it trains, or look at it."),
     "presets": ("p2pdrl.cli.presets:presets", "List the presets, which --config takes by name."),

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from p2pdrl.cli.options import config_options, split_addresses
+from p2pdrl.errors import UsageError
+
+if TYPE_CHECKING:
+    from p2pdrl.membership.invites import Invite
 
 __all__ = ["end_with_parent", "node"]
 
@@ -38,6 +42,16 @@ _LAN = "lan"
     envvar="P2PDRL_SWARM_KEY_FILE",
     metavar="FILE",
     help="The swarm's secret (see `p2pdrl keygen`).  [env: P2PDRL_SWARM_KEY_FILE]",
+)
+@click.option(
+    "--join",
+    envvar="P2PDRL_JOIN",
+    metavar="LINE",
+    help="An invite (see `p2pdrl invite`) in place of --peers and key; redeemed once. Others on this machine "
+    "can see a command line, so --join-file or the variable is safer.  [env: P2PDRL_JOIN]",
+)
+@click.option(
+    "--join-file", metavar="FILE", help="The same, from the first line of a file, or - for standard input."
 )
 @click.option("--swarm", metavar="NAME", help="Name of a swarm without a key, on this machine only.")
 @click.option("--device", metavar="NAME", help="auto, cpu, cuda, cuda:1 …")
@@ -69,11 +83,14 @@ _LAN = "lan"
 )
 @click.option("--parent-pid", type=int, hidden=True, help="End when this parent process ends.")
 def node(
+    *,
     peers: tuple[str, ...],
     files: tuple[str, ...],
     sets: tuple[str, ...],
     parent_pid: int | None,
     roles: str | None,
+    join: str | None,
+    join_file: str | None,
     **given: Any,
 ) -> None:
     """Run a node in the foreground: join the swarm and train.
@@ -85,16 +102,40 @@ def node(
 
     if parent_pid is not None:
         end_with_parent(parent_pid)
+    invite = _invite(join, join_file)
     flags = {_KEYS[option]: value for option, value in given.items()}
     seeds = split_addresses(peers)
-    flags["node.peers"] = [seed for seed in seeds if seed != _LAN] or None
+    given_seeds = [seed for seed in seeds if seed != _LAN]
+    flags["node.peers"] = given_seeds or (list(invite.seeds) if invite is not None else None)
     flags["node.discover"] = True if _LAN in seeds else None
     flags["node.roles"] = None if roles is None else [word.strip() for word in roles.split(",")]
     resolved = resolve(files=files, sets=sets, flags=flags, environ=os.environ)
     require_runnable(resolved.config.task, resolved.config)
     from p2pdrl.node.daemon import run
 
-    raise SystemExit(run(resolved))
+    raise SystemExit(run(resolved, invite))
+
+
+def _invite(line: str | None, file: str | None) -> Invite | None:
+    """Read the invite, wherever it is given.
+
+    Raises:
+        UsageError: it isn't one, or is given twice.
+    """
+    os.environ.pop("P2PDRL_JOIN", None)  # no child of ours shall inherit the secret
+    if line is None and file is None:
+        return None
+    if line is not None and file is not None:
+        raise UsageError("--join and --join-file (or P2PDRL_JOIN) are given: one invite is enough")
+    from p2pdrl.membership.invites import LONGEST_LINE, Invite
+
+    if file is not None:
+        try:
+            with click.open_file(file, encoding="ascii", errors="replace") as opened:
+                line = opened.readline(LONGEST_LINE)
+        except OSError as error:
+            raise UsageError(f"can't read the invite in {file}: {error.strerror}") from None
+    return Invite.parse(line or "")
 
 
 _KEYS = {

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import functools
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
 if TYPE_CHECKING:
     from p2pdrl.cli.client import NodeClient
 
-__all__ = ["Target", "api_options", "as_arguments", "config_options", "json_option", "split_addresses"]
+__all__ = [
+    "Span",
+    "Target",
+    "api_options",
+    "as_arguments",
+    "config_options",
+    "json_option",
+    "split_addresses",
+]
 
 Command = Callable[..., Any]
 
@@ -85,6 +94,22 @@ def config_options(command: Command) -> Command:
         "--config", "files", multiple=True, metavar="FILE|PRESET",
         help="A TOML file, or the name of a preset (see `p2pdrl config presets`). Repeatable.",
     )(command)  # fmt: skip
+
+
+class Span(click.ParamType[float]):
+    """A time as people write it: ``90s``, ``30m``, ``24h``, ``7d``; seconds as a float."""
+
+    name = "time"
+    _UNITS: ClassVar[dict[str, float]] = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the seconds."""
+        text = str(value).strip().lower()
+        found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([smhd])", text)
+        seconds = float(found[1]) * self._UNITS[found[2]] if found is not None else 0.0
+        if seconds <= 0:
+            self.fail(f"{text[:40]!r} is no time: write a number with s, m, h or d, such as 24h", param, ctx)
+        return seconds
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")

@@ -6,7 +6,7 @@ in bytes (``_bytes``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Literal, get_args
 
 import msgspec
@@ -15,6 +15,7 @@ from msgspec import Meta
 from p2pdrl.config.fields import Count, Microbatches, Natural, NonNegative, PositiveSeconds, Seconds
 
 __all__ = [
+    "TRAINS",
     "ActorsConfig",
     "CheckpointConfig",
     "DebugConfig",
@@ -25,6 +26,7 @@ __all__ = [
     "MembershipProfile",
     "NodeConfig",
     "Role",
+    "beyond",
     "is_heir",
     "roles_in",
     "tags_of",
@@ -331,6 +333,10 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return self.allow_import or bool(self.imports)
 
 
+TRAINS: frozenset[str] = frozenset({"learner", "server"})
+"""Roles of those who hold the swarm's parameters: they alone exchange them, give states away, take newcomers
+in and change settings. Who is certified for others alone does none of that."""
+
 _ROLES_TAG = "roles"
 _HEIR_TAG = "heir"
 _ALL_NEEDED: tuple[Role, ...] = ("actor", "learner", "server")
@@ -348,18 +354,31 @@ def tags_of(roles: Sequence[Role], *, promote: bool = False) -> dict[str, str]:
     return {_ROLES_TAG: ",".join(sorted(set(roles or _ALL_NEEDED)))} | heir
 
 
-def is_heir(tags: Mapping[str, str]) -> bool:
-    """Whether a member that doesn't learn would, if nobody else did."""
-    return _HEIR_TAG in tags and "learner" not in roles_in(tags)
+def beyond(tags: Mapping[str, str], allowed: Collection[str] | None) -> tuple[Role, ...]:
+    """The roles that a member's tags tell, or hope for, beyond those that its certificate allows.
+
+    Args:
+        allowed: None for no limit.
+    """
+    if allowed is None:
+        return ()
+    told = (*roles_in(tags), *(("learner",) if _HEIR_TAG in tags else ()))
+    return tuple(dict.fromkeys(role for role in told if role not in allowed))
 
 
-def roles_in(tags: Mapping[str, str]) -> tuple[Role, ...]:
+def is_heir(tags: Mapping[str, str], allowed: Collection[str] | None = None) -> bool:
+    """Whether a member that doesn't learn would, if nobody else did, and its certificate allows it."""
+    return _HEIR_TAG in tags and "learner" not in roles_in(tags) and (allowed is None or "learner" in allowed)
+
+
+def roles_in(tags: Mapping[str, str], allowed: Collection[str] | None = None) -> tuple[Role, ...]:
     """The roles that a member's tags tell, in order; words of later releases are passed over.
 
     A member of an earlier release tells none: it does all that its task needs.
+
+    Args:
+        allowed: those that its certificate allows; None for all.
     """
     told = tags.get(_ROLES_TAG)
-    if told is None:
-        return _ALL_NEEDED
-    words = told.split(",")
-    return tuple(role for role in get_args(Role) if role in words)
+    words = _ALL_NEEDED if told is None else told.split(",")
+    return tuple(role for role in get_args(Role) if role in words and (allowed is None or role in allowed))

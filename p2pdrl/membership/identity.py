@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from p2pdrl.atomic import write_beside
 from p2pdrl.errors import StorageError
 from p2pdrl.ids import node_id_from_public_key
+from p2pdrl.transport.certificates import Credentials
 from p2pdrl.transport.tls import SwarmTls
 
 __all__ = ["Identity", "Signer", "Verify", "verify"]
@@ -87,9 +88,9 @@ class Identity:
         """32 raw bytes."""
         return self._public_key
 
-    def tls(self, swarm_keys: Sequence[bytes]) -> SwarmTls:
-        """Return our half of connections between holders of a swarm's keys, of which the first makes ours."""
-        return SwarmTls(self._private_key, swarm_keys)
+    def tls(self, credentials: Sequence[bytes] | Credentials) -> SwarmTls:
+        """Return our half of connections between members; see `SwarmTls` for what proves that we are one."""
+        return SwarmTls(self._private_key, credentials)
 
     def sign(self, data: bytes) -> bytes:
         """Return the 64-byte signature of ``data``."""

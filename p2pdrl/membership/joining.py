@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from p2pdrl.clock import Clock
+from p2pdrl.config.node import TRAINS
 from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError, TransportError, UsageError
 from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.membership.events import NOT_ITSELF, Effect, Welcomed
@@ -460,8 +461,9 @@ class Joiner:
                 if refuse_address(told, address.host) is None:
                     self.heard_of(Address.parse(told))
             return False
+        powerless = self._takes_nobody_in(seed, answer.sender)
         self._saw(seed, address, "answered", began_s)
-        if not isinstance(welcome, Welcome) or answer.sender is None:
+        if not isinstance(welcome, Welcome) or answer.sender is None or powerless:
             return False
         seed.answered[address] = answer.sender
         if self._learn_address(welcome):
@@ -489,6 +491,14 @@ class Joiner:
         if isinstance(error, PeerTimeoutError):
             return "frozen" if await self._listens(address) else "silent"
         return "answered"  # it broke off, or said what isn't of our protocol
+
+    def _takes_nobody_in(self, seed: Seed, member: str | None) -> bool:
+        """Whether a member's certificate doesn't let it tell newcomers what they are to train."""
+        allowed = None if member is None else self._transport.roles_of(member)
+        if allowed is None or allowed & TRAINS:
+            return False
+        seed.trouble = f"it is certified for {' and '.join(sorted(allowed))} alone: name another member"
+        return True
 
     def _learn_address(self, welcome: Welcome) -> bool:
         """Take the host that the seed saw, when we don't know our own."""

@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from p2pdrl.membership.records import Incarnation, MemberRecord, NodeId, Record, Words
+from p2pdrl.membership.records import Incarnation, MemberRecord, NodeId, Record, SwarmRecord, Words
 from p2pdrl.transport import codec
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "decode",
     "encode",
     "route_of",
+    "without_settings",
 ]
 
 Records = Annotated[tuple[Record, ...], Meta(max_length=4096)]
@@ -183,6 +184,17 @@ ROUTES: dict[str, type[Message]] = {
 }
 _ROUTE_OF: dict[type[Message], str] = {kind: route for route, kind in ROUTES.items()}
 _ENCODER = msgspec.msgpack.Encoder()
+
+
+def without_settings(message: Message) -> Message:
+    """Return a message without the swarm's settings, told by a member that has no say in them."""
+    if isinstance(message, Digest):
+        return msgspec.structs.replace(message, swarm=())
+    records = getattr(message, "records", ())
+    if any(isinstance(record, SwarmRecord) for record in records):
+        kept = tuple(record for record in records if not isinstance(record, SwarmRecord))
+        return msgspec.structs.replace(message, records=kept)
+    return message
 
 
 def route_of(message: Message) -> str:

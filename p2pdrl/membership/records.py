@@ -11,12 +11,13 @@ Signatures cover the swarm id, so a record means nothing in another swarm.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
+from p2pdrl.config.node import beyond
 from p2pdrl.errors import UsageError
 from p2pdrl.ids import is_node_id, node_id_from_public_key
 from p2pdrl.membership.identity import Signer, Verify
@@ -161,18 +162,27 @@ class Verifier:
     Args:
         swarm_id: the swarm for which they must be signed.
         future_s: how far ahead of our wall clock a boot time may be, in seconds.
+        allowed: the roles that a node's certificate allows it, by id; None for no limit.
     """
 
-    def __init__(self, swarm_id: str, verify: Verify, future_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        swarm_id: str,
+        verify: Verify,
+        future_s: float = 600.0,
+        allowed: Callable[[str], Collection[str] | None] = lambda node_id: None,
+    ) -> None:
         self.swarm_id = swarm_id
         self._verify = verify
         self._future_s = future_s
+        self._allowed = allowed
 
     def check_member(self, record: MemberRecord, wall_s: float) -> None:
         """Accept ``record``, or raise.
 
         Raises:
-            BadRecordError: forged, out of bounds, or born too far in the future.
+            BadRecordError: forged, out of bounds, born too far in the future, or with roles that the node's
+                certificate doesn't allow.
         """
         ahead_s = record.incarnation.boot_ms / 1000 - wall_s
         if ahead_s > self._future_s:
@@ -184,6 +194,13 @@ class Verifier:
             raise BadRecordError(400, "a name holds characters that can't be printed")
         if any(len(key.encode()) + len(value.encode()) > MAX_TAG_BYTES for key, value in record.tags.items()):
             raise BadRecordError(400, f"a tag is longer than {MAX_TAG_BYTES} bytes")
+        allowed = self._allowed(record.id)
+        if refused := beyond(record.tags, allowed):
+            may = " and ".join(sorted(allowed or ()))
+            raise BadRecordError(
+                403,
+                f"{record.name} is certified for {may} alone, and wants to be {' and '.join(refused)}, too",
+            )
         self._check_owner(record.id, record.public_key, record.signature, record.payload(self.swarm_id))
 
     def check_suspicion(self, suspicion: Suspicion, accuser_key: bytes) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from p2pdrl.clock import Clock
+from p2pdrl.config.node import TRAINS
 from p2pdrl.errors import (
     PeerRefusedError,
     PeerTimeoutError,
@@ -58,6 +59,7 @@ from p2pdrl.membership.messages import (
     decode,
     encode,
     route_of,
+    without_settings,
 )
 from p2pdrl.membership.records import SwarmRecord, refuse_address, relays_in, with_relays
 from p2pdrl.membership.state import Membership
@@ -381,7 +383,7 @@ class MembershipService:
                 self._carry_out(self._core.handle(Tick(), now))
 
     async def _serve(self, incoming: Incoming) -> Reply:
-        message = decode(incoming.meta)
+        message = self._believable(decode(incoming.meta), incoming.sender)
         if type(message) is not ROUTES[incoming.route]:
             raise Refusal(400, f"{type(message).__name__} doesn't belong to {incoming.route}")
         if isinstance(message, JoinRequest):
@@ -399,6 +401,11 @@ class MembershipService:
             self.joined.set()
             answer = msgspec.structs.replace(answer, join_info=self._hooks.info())
         return Reply(encode(answer))
+
+    def _believable(self, message: Message, sender: str | None) -> Message:
+        """Take the swarm's settings of nobody whose certificate gives no say in them, whoever signed them."""
+        allowed = None if sender is None else self._transport.roles_of(sender)
+        return message if allowed is None or allowed & TRAINS else without_settings(message)
 
     def _note_starting(self, join: JoinRequest, incoming: Incoming) -> None:
         """Two nodes that start at once may know each other one way only: ask back."""
@@ -444,7 +451,8 @@ class MembershipService:
                 deadline_s=send.deadline_s,
                 lane="bulk" if bulk else "probe",
             )
-            result = Answered(send.call_id, decode(answer.meta), to.host)
+            message = self._believable(decode(answer.meta), answer.sender)
+            result = Answered(send.call_id, message, to.host)
         except TransportError as error:
             took_s = self._clock.monotonic() - started
             result = failed(send.call_id, error, took_s, send.deadline_s, self._core.config.lag_s)

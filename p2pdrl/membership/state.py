@@ -23,7 +23,7 @@ import hashlib
 import heapq
 import random
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -1438,13 +1438,17 @@ def open_core(
     rng: random.Random,
     known: KnownMembers,
     tags: dict[str, str] | None = None,
+    allowed: Callable[[str], Collection[str] | None] = lambda node_id: None,
 ) -> Membership:
-    """Make the core of a node that starts now, with a boot id greater than any before."""
+    """Make the core of a node that starts now, with a boot id greater than any before.
+
+    ``allowed`` tells the roles that a node's certificate allows it; None for no limit.
+    """
     boot_ms = known.next_boot_ms(clock.wall(), config.future_s)
     return Membership(
         config=config,
         signer=signer,
-        verifier=Verifier(swarm_id, verify, config.future_s),
+        verifier=Verifier(swarm_id, verify, config.future_s, allowed),
         record=own_record(signer, name[:64], address, boot_ms, tags or {}),
         rng=rng,
         wall=clock.wall,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from p2pdrl.clock import Clock
-from p2pdrl.config.node import is_heir, roles_in
+from p2pdrl.config.node import TRAINS, Role, is_heir, roles_in
 from p2pdrl.config.root import Config
 from p2pdrl.membership.events import MemberView
 from p2pdrl.membership.service import MembershipService
@@ -63,6 +63,18 @@ class NodeContext:
     """The last that this node made, which its report tells."""
     mode_error: str | None = None
     """Why this node can't run the swarm's mode and trains alone; None while it can."""
+    allowed: frozenset[str] | None = None
+    """The roles that this node's own certificate allows it; None for no limit."""
+
+    @property
+    def steers(self) -> bool:
+        """Whether this node has a say in the swarm's settings."""
+        return self.allowed is None or bool(self.allowed & TRAINS)
+
+    def roles_of(self, member: MemberView) -> tuple[Role, ...]:
+        """What a member does, as far as its certificate allows it."""
+        allowed = self.allowed if member.is_self else self.transport.roles_of(member.id)
+        return roles_in(member.tags, allowed)
 
     def alive(self) -> dict[str, Address]:
         """Living members without ourselves, by id; suspects are left alone until they are heard of again."""
@@ -70,12 +82,12 @@ class NodeContext:
 
     def learners(self) -> dict[str, Address]:
         """Those of them that update parameters: strategies, groups and adoptions meet nobody else."""
-        learners = (member for member in self.others_alive() if "learner" in roles_in(member.tags))
+        learners = (member for member in self.others_alive() if "learner" in self.roles_of(member))
         return {member.id: Address.parse(member.address) for member in learners}
 
     def actors(self) -> list[str]:
         """Ids of those that act for others: learners, or nodes with a shard of the replay, share them."""
-        roles = ((member.id, roles_in(member.tags)) for member in self.others_alive())
+        roles = ((member.id, self.roles_of(member)) for member in self.others_alive())
         return [node for node, has in roles if "actor" in has and not {"learner", "replay"} & set(has)]
 
     def acting(self) -> list[str]:
@@ -85,7 +97,7 @@ class NodeContext:
             for member in self.membership.members()
             if member.state in ("alive", "suspect")
             and not member.is_self
-            and "actor" in roles_in(member.tags)
+            and "actor" in self.roles_of(member)
         ]
 
     def shards(self) -> dict[str, Address]:
@@ -93,17 +105,21 @@ class NodeContext:
         return {
             member.id: Address.parse(member.address)
             for member in self.others_alive()
-            if "replay" in (has := roles_in(member.tags)) and "learner" not in has
+            if "replay" in (has := self.roles_of(member)) and "learner" not in has
         }
 
     def heirs(self) -> list[str]:
         """Ids of those of them that would learn if nobody else did."""
-        return [member.id for member in self.others_alive() if is_heir(member.tags)]
+        return [
+            member.id
+            for member in self.others_alive()
+            if is_heir(member.tags, self.transport.roles_of(member.id))
+        ]
 
     def learner_left(self) -> bool:
         """Whether there is a node that learns, a suspect one included, ourselves aside."""
         return any(
-            member.state in ("alive", "suspect") and "learner" in roles_in(member.tags)
+            member.state in ("alive", "suspect") and "learner" in self.roles_of(member)
             for member in self.membership.members()
             if not member.is_self
         )

@@ -13,6 +13,7 @@ import hashlib
 import os
 import random
 import signal
+import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
@@ -25,18 +26,22 @@ from p2pdrl.clock import SystemClock
 from p2pdrl.config.checks import role_problems
 from p2pdrl.config.environments import require_runnable
 from p2pdrl.config.loader import Resolved
-from p2pdrl.config.node import Role, tags_of
+from p2pdrl.config.node import TRAINS, Role, tags_of
 from p2pdrl.config.root import Config
 from p2pdrl.config.task import HASHED, TaskConfig
 from p2pdrl.errors import ConfigError, P2PDRLError, UsageError
 from p2pdrl.ids import short
 from p2pdrl.membership.events import MemberEvent
+from p2pdrl.membership.identity import Identity
+from p2pdrl.membership.invites import Invite
 from p2pdrl.membership.records import SwarmRecord
 from p2pdrl.node.accounting import metrics_gossip
 from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
 from p2pdrl.node.admission import JoinAdmission
 from p2pdrl.node.background import set_within
+from p2pdrl.node.bootstrap.datadir import DataDir
 from p2pdrl.node.bootstrap.first_state import first_state, founded_at, load_checkpoint
+from p2pdrl.node.bootstrap.invited import InvitedMember, as_member
 from p2pdrl.node.bootstrap.lan import LOOK_FIRST_S, LanDiscovery, fingerprint
 from p2pdrl.node.bootstrap.processors import keep_to_processors
 from p2pdrl.node.bootstrap.startup import Opened, direct, moved_to, open_node
@@ -62,7 +67,7 @@ from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
 from p2pdrl.strategies.protocol import ROUTES
 from p2pdrl.telemetry import logging as telemetry_logging
 from p2pdrl.telemetry.tensorboard import TensorBoardWriter, open_writer
-from p2pdrl.transport.protocol import Address, Incoming, Refusal
+from p2pdrl.transport.protocol import Address, Incoming, Refusal, RouteRoles
 
 __all__ = ["SHUTDOWN_S", "Node", "run", "shutdown"]
 
@@ -81,6 +86,10 @@ LAST_REPORT_S = 1.0
 SUMMARY_S = 0.5
 GOODBYE_S = 1.0
 
+_TRAINERS = RouteRoles(TRAINS, TRAINS)
+_COLLECT = frozenset({"learner", "replay"})
+"""Roles of those whom others send experience, or ask for it."""
+
 _VERBS = {
     "joined": "joined",
     "suspect": "is suspected",
@@ -90,8 +99,11 @@ _VERBS = {
 }
 
 
-def run(resolved: Resolved) -> int:
+def run(resolved: Resolved, invite: Invite | None = None) -> int:
     """Run a node until it leaves or the swarm is done; return the exit code.
+
+    Args:
+        invite: makes it a member, unless it was redeemed in an earlier run.
 
     Raises:
         P2PDRLError: the node can't start, or can't go on.
@@ -100,7 +112,7 @@ def run(resolved: Resolved) -> int:
     telemetry_logging.configure(config.node.log.level, config.node.log.format)
     keep_to_processors(config.node)
     task_given = any(key.split(".")[1] in HASHED for key in resolved.given("task"))
-    node = Node(config)
+    node = Node(config, invite)
     try:
         return asyncio.run(node.live(task_given=task_given))
     except BaseExceptionGroup as group:
@@ -120,8 +132,10 @@ def _first(group: BaseExceptionGroup[P2PDRLError]) -> P2PDRLError:
 class Node:
     """One node, from its start to its end."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, invite: Invite | None = None) -> None:
         self._config = config
+        self._invite = invite
+        self._member: InvitedMember | None = None
         self._clock = SystemClock()
         self._events = EventLog(2000, self._clock)
         self._leaving = asyncio.Event()
@@ -145,12 +159,20 @@ class Node:
         """
         async with AsyncExitStack() as stack:
             self._catch_signals(stack)
+            data = stack.enter_context(DataDir.acquire(self._config.node.data_dir))
+            identity = Identity.load_or_create(data.path)
+            await self._until_left(self._become_member(data, identity))
+            if self._leaving.is_set():
+                return 0
             self._admission = JoinAdmission(
                 self._config, task_given=task_given, events=self._events, clock=self._clock
             )
             opened = await open_node(
                 stack,
                 self._config,
+                data,
+                identity,
+                self._member,
                 events=self._events,
                 clock=self._clock,
                 hooks=self._admission.hooks,
@@ -178,6 +200,30 @@ class Node:
             if self._failed is not None:
                 raise self._failed
         return 0
+
+    async def _become_member(self, data: DataDir, identity: Identity) -> None:
+        """Redeem the invite, or read what an earlier run got for one; a key file makes both needless.
+
+        Raises:
+            P2PDRLError: see `as_member`.
+        """
+        node = self._config.node
+        if node.swarm_key_file is not None:
+            if self._invite is not None:
+                raise UsageError("the swarm's key makes this node a member already: leave out --join")
+            return
+        self._member = await as_member(
+            data.path,
+            identity,
+            self._invite,
+            name=node.name or socket.gethostname(),
+            events=self._events,
+            clock=self._clock,
+        )
+        if self._member is not None:
+            data.keep = data.keep or self._invite is not None  # what it got is got once
+            fitted = self._member.fitted(node)
+            self._config = msgspec.structs.replace(self._config, node=fitted)
 
     def _open_writer(self, stack: AsyncExitStack) -> TensorBoardWriter | None:
         folder = self._config.node.log.tensorboard_dir
@@ -355,6 +401,9 @@ class Node:
             what = f"{', '.join(unknown)}: no such role" if unknown else "no role is named"
             raise ConfigError(f"{what}; there are {', '.join(get_args(Role))}")
         asked = cast("tuple[Role, ...]", tuple(roles))
+        if context.allowed is not None and (more := sorted(set(roles) - context.allowed)):
+            may = " and ".join(sorted(context.allowed))
+            raise ConfigError(f"this node was invited as {may} alone, and can't be {' and '.join(more)}")
         # whom to join by is no question any more
         node = msgspec.structs.replace(self._config.node, roles=asked, peers=("127.0.0.1:1",))
         problem = next(role_problems(training.task, node), None)
@@ -431,14 +480,18 @@ class Node:
 
         for route in ROUTES:
             answer = self._sharing_settings(asked(lambda training: training.mode.answer))
-            transport.serve(route, answer, max_vector_bytes=most)
+            transport.serve(route, answer, max_vector_bytes=most, roles=_TRAINERS)
         accept = self._sharing_settings(asked(lambda training: training.mode.accept))
-        transport.serve_pipes(PIPE_ROUTE, accept)
-        transport.serve(traces.ROUTE, asked(lambda training: training.traces.answer))
-        transport.serve(state_transfer.ROUTE, asked(lambda training: training.state_server.answer))
-        transport.serve(experience.ROUTE, asked(lambda training: training.take_unroll), max_vector_bytes=most)
+        transport.serve_pipes(PIPE_ROUTE, accept, roles=_TRAINERS)
+        transport.serve(traces.ROUTE, asked(lambda training: training.traces.answer), roles=_TRAINERS)
+        donate = asked(lambda training: training.state_server.answer)
+        transport.serve(state_transfer.ROUTE, donate, roles=RouteRoles(callees=TRAINS))
+        take = asked(lambda training: training.take_unroll)
+        transport.serve(experience.ROUTE, take, max_vector_bytes=most, roles=RouteRoles(callees=_COLLECT))
         give = asked(lambda training: training.give_rows)
-        transport.serve(experience.REPLAY_ROUTE, give, max_vector_bytes=most)
+        transport.serve(
+            experience.REPLAY_ROUTE, give, max_vector_bytes=most, roles=RouteRoles(TRAINS, _COLLECT)
+        )
 
     async def _watch(
         self, processes: Coroutine[Any, Any, None], why: str = "its learner can't go on"

@@ -182,7 +182,7 @@ class RecordFollower:
         age_s = context.clock.monotonic() - self._born_s
         evaluations = context.evaluations if training.task.evaluated else None
         reached = stop.judge(condition.stop, steps, age_s, reports or [], evaluations)
-        if reached is not None:
+        if reached is not None and context.steers:  # else those who have a say see it, too
             halt = HaltSetting(reached.kind, reached.reason, *version)
             context.membership.propose(settings.HALT, halt)
 

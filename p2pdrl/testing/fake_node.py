@@ -23,6 +23,7 @@ from p2pdrl.api.protocol import Event
 from p2pdrl.api.routes import mount
 from p2pdrl.config.mode import strategy_from
 from p2pdrl.errors import ConfigError
+from p2pdrl.membership.invites import Inviter
 from p2pdrl.tensors.inference_slots import InferenceSpec, PolicyAnswer
 from p2pdrl.transport.dial import dial_back
 from p2pdrl.transport.protocol import Address
@@ -94,6 +95,8 @@ class FakeNode:
         self.node_id = hashlib.sha256(name.encode()).hexdigest()[:32]
         self.token = "7" * 64
         self.swarm_keys = () if swarm_key is None else (swarm_key,)
+        self.keyed = swarm_key is not None
+        self.inviter: Inviter | None = None
         self.open_metrics = False
         self.data_dir = data_dir
         self.reasons: list[str] = []

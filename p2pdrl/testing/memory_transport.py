@@ -18,12 +18,14 @@ from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableErr
 from p2pdrl.transport.calls import MAX_REASON_CHARS, Routes, ServedRoute, report_end, run_handler
 from p2pdrl.transport.framing import join_views
 from p2pdrl.transport.protocol import (
+    ANYBODY,
     Address,
     Answer,
     Handler,
     Lane,
     Refusal,
     Reply,
+    RouteRoles,
     TrafficCounters,
     VectorBuffer,
 )
@@ -65,6 +67,8 @@ class MemoryNetwork:
         self.delay_s = delay_s
         self.duplicate = duplicate
         self.sleep = sleep
+        self.allowed: dict[str, frozenset[str]] = {}
+        """Roles that nodes may have, by id; who isn't in it may have any."""
         self._nodes: dict[Address, MemoryTransport] = {}
         self._cut: set[tuple[str, str]] = set()
         self._thawed: dict[str, asyncio.Event] = {}
@@ -195,10 +199,20 @@ class MemoryTransport:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def serve(
-        self, route: str, handler: Handler, *, max_meta_bytes: int = 65536, max_vector_bytes: int = 0
+        self,
+        route: str,
+        handler: Handler,
+        *,
+        max_meta_bytes: int = 65536,
+        max_vector_bytes: int = 0,
+        roles: RouteRoles = ANYBODY,
     ) -> None:
         """Register a handler; see `Transport`."""
-        self._routes.add(route, handler, max_meta_bytes, max_vector_bytes)
+        self._routes.add(route, handler, max_meta_bytes, max_vector_bytes, roles)
+
+    def roles_of(self, node_id: str) -> frozenset[str] | None:
+        """Return what roles a node may have; see `Transport`."""
+        return self._network.allowed.get(node_id)
 
     async def start(self) -> None:
         """Begin to listen."""
@@ -228,6 +242,10 @@ class MemoryTransport:
         peer = self._network.at(to)
         if peer is None:
             raise PeerUnreachableError(f"nothing listens at {to}", sent=False)
+        served = self._routes.get(route)
+        verdict = None if served is None else served.refuse_callee(self.roles_of(peer.node_id))
+        if verdict is not None:
+            raise PeerRefusedError(403, verdict)
         body = b"" if vector is None else bytes(vector)
         self.counters.sent(target_id, len(meta) + len(body))
         message = _Message(target_id, route, meta, body)
@@ -322,6 +340,7 @@ class MemoryTransport:
         if message.target_id is not None and message.target_id != self.node_id:
             raise Refusal(403, f"meant for node {message.target_id}, this is {self.node_id}")
         route = self._routes.find(message.route)
+        route.admit_caller(self.roles_of(caller.node_id))
         route.admit(len(message.meta), len(message.vector))
         return route
 

@@ -16,7 +16,7 @@ from p2pdrl.clock import Clock
 from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, TensorError, WireError
 from p2pdrl.transport.framing import OverlongError, checked_buffer, views_of
 from p2pdrl.transport.limits import TransportLimits
-from p2pdrl.transport.protocol import Incoming, Refusal, Reply, VectorBuffer, check_route
+from p2pdrl.transport.protocol import ANYBODY, Incoming, Refusal, Reply, RouteRoles, VectorBuffer, check_route
 
 __all__ = [
     "CALLERS_FAULTS",
@@ -29,6 +29,7 @@ __all__ = [
     "ServedRoute",
     "TokenBuckets",
     "refusal_of",
+    "refuse_roles",
     "refused",
     "report",
     "report_end",
@@ -133,6 +134,13 @@ class IncomingCall:
         await read_vector(view)
 
 
+def refuse_roles(allowed: frozenset[str] | None, wanted: frozenset[str] | None) -> str | None:
+    """Say that roles which a certificate allows are none of those that are wanted; None where one is."""
+    if allowed is None or wanted is None or allowed & wanted:
+        return None
+    return f"a certificate for {' and '.join(sorted(allowed))} alone makes no {' or '.join(sorted(wanted))}"
+
+
 @dataclass(frozen=True, slots=True)
 class ServedRoute(Generic[R]):
     """One served route and its bounds."""
@@ -141,6 +149,21 @@ class ServedRoute(Generic[R]):
     handler: Callable[[Incoming], Awaitable[R]]
     max_meta_bytes: int
     max_vector_bytes: int
+    roles: RouteRoles = ANYBODY
+
+    def admit_caller(self, allowed: frozenset[str] | None) -> None:
+        """Check what the caller's certificate allows it to be; None for anything.
+
+        Raises:
+            Refusal: 403, none that has business here.
+        """
+        if (verdict := refuse_roles(allowed, self.roles.callers)) is not None:
+            raise Refusal(403, f"{verdict}, who alone may ask for {self.name}")
+
+    def refuse_callee(self, allowed: frozenset[str] | None) -> str | None:
+        """Say why a peer whose certificate allows it this isn't asked; None when it may be."""
+        verdict = refuse_roles(allowed, self.roles.callees)
+        return None if verdict is None else f"{verdict}, who alone are asked for {self.name}"
 
     def admit(self, meta_nbytes: int, vector_nbytes: int) -> None:
         """Check the announced lengths.
@@ -166,6 +189,7 @@ class Routes(Generic[R]):
         handler: Callable[[Incoming], Awaitable[R]],
         max_meta_bytes: int,
         max_vector_bytes: int,
+        roles: RouteRoles = ANYBODY,
     ) -> None:
         """Register a handler.
 
@@ -174,7 +198,11 @@ class Routes(Generic[R]):
         """
         if check_route(name) in self._routes:
             raise ValueError(f"route {name!r} is served already")
-        self._routes[name] = ServedRoute(name, handler, max_meta_bytes, max_vector_bytes)
+        self._routes[name] = ServedRoute(name, handler, max_meta_bytes, max_vector_bytes, roles)
+
+    def get(self, name: str) -> ServedRoute[R] | None:
+        """Return the route called ``name``, if there is one."""
+        return self._routes.get(name)
 
     def find(self, name: str) -> ServedRoute[R]:
         """Return the route called ``name``.

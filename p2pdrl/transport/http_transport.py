@@ -30,7 +30,8 @@ from yarl import URL
 
 from p2pdrl.clock import Clock
 from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError, WireError
-from p2pdrl.transport.calls import OutgoingCall, refused
+from p2pdrl.transport.calls import OutgoingCall, R, ServedRoute, refused
+from p2pdrl.transport.certificates import CertifiedRoles, Credentials, NodeCertificate
 from p2pdrl.transport.dial import Dialer
 from p2pdrl.transport.http.body import BodyReader, body_chunks
 from p2pdrl.transport.http.headers import (
@@ -54,11 +55,13 @@ from p2pdrl.transport.opening import (
 from p2pdrl.transport.pipe.server import PipeAnswer
 from p2pdrl.transport.pipe.ticket import MAX_PIPE_META_BYTES, Pipe, PipeReply, PipeTicket
 from p2pdrl.transport.protocol import (
+    ANYBODY,
     Address,
     Answer,
     Handler,
     Incoming,
     Lane,
+    RouteRoles,
     TrafficCounters,
     VectorBuffer,
     check_route,
@@ -80,8 +83,8 @@ __all__ = ["HttpTransport"]
 
 T = TypeVar("T")
 
-_shown: ContextVar[list[str | None]] = ContextVar("_shown")
-"""Where `_Connector` tells the request that it connects whose certificate was shown."""
+_shown: ContextVar[list[NodeCertificate | None]] = ContextVar("_shown")
+"""Where `_Connector` tells the request that it connects what certificate was shown."""
 
 
 class _Connector(aiohttp.TCPConnector):
@@ -111,7 +114,7 @@ class _Connector(aiohttp.TCPConnector):
         connection = await super().connect(req, traces, timeout)
         transport = connection.transport
         found = transport.get_extra_info("ssl_object") if transport is not None else None
-        _shown.set([SwarmTls.node_id_of(found)])
+        _shown.set([SwarmTls.shown_by(found)])
         return connection
 
     async def _create_connection(
@@ -174,10 +177,12 @@ class HttpTransport:
         """How often peers had to prove themselves anew."""
         self._swarm_id = swarm_id
         self._hides = hides
+        self._certified = CertifiedRoles()
         self._server = HttpServer(
             node_id,
             swarm_id,
             tls,
+            certified=self._certified,
             hides=hides,
             clock=clock,
             limits=self.limits,
@@ -203,16 +208,16 @@ class HttpTransport:
         app[APP_TRANSPORT] = self
         self._server.mount(app)
 
-    def use_keys(self, swarm_keys: Sequence[bytes], *, anew: bool) -> None:
-        """Take these keys of the swarm, and no others, from the next connection on.
+    def use_keys(self, credentials: Sequence[bytes] | Credentials, *, anew: bool) -> None:
+        """Take these keys of the swarm, or certificates, and no others, from the next connection on.
 
         Args:
-            swarm_keys: what we show is of the first.
+            credentials: as `SwarmTls` takes them.
             anew: end the streams that are open, whose peers proved themselves by a key that is good no more.
         """
         if self.tls is None:
             raise ValueError("a swarm without a key has none to be replaced")
-        self.tls.use(swarm_keys)
+        self.tls.use(credentials)
         if anew:
             self._epoch += 1
             self._server.pending.close()
@@ -225,10 +230,20 @@ class HttpTransport:
         return self._server.pending.redeem(token)
 
     def serve(
-        self, route: str, handler: Handler, *, max_meta_bytes: int = 65536, max_vector_bytes: int = 0
+        self,
+        route: str,
+        handler: Handler,
+        *,
+        max_meta_bytes: int = 65536,
+        max_vector_bytes: int = 0,
+        roles: RouteRoles = ANYBODY,
     ) -> None:
         """Register a handler; see `Transport`."""
-        self._server.routes.add(route, handler, max_meta_bytes, max_vector_bytes)
+        self._server.routes.add(route, handler, max_meta_bytes, max_vector_bytes, roles)
+
+    def roles_of(self, node_id: str) -> frozenset[str] | None:
+        """Return what roles a node may have; see `Transport`."""
+        return self._certified.get(node_id)
 
     def serve_pipes(
         self,
@@ -236,6 +251,7 @@ class HttpTransport:
         handler: Callable[[Incoming], Awaitable[PipeReply]],
         *,
         max_meta_bytes: int = MAX_PIPE_META_BYTES,
+        roles: RouteRoles = ANYBODY,
     ) -> None:
         """Register who decides about pipes that peers ask for.
 
@@ -243,11 +259,12 @@ class HttpTransport:
             route: a name, as for `serve`; calls have names of their own.
             handler: raises `Refusal` to refuse.
             max_meta_bytes: longer requests are refused with 413.
+            roles: as for `serve`.
 
         Raises:
             ValueError: the name is malformed or taken.
         """
-        self._server.pipes.routes.add(route, handler, max_meta_bytes, 0)
+        self._server.pipes.routes.add(route, handler, max_meta_bytes, 0, roles)
 
     async def start(self) -> None:
         """Make calls possible."""
@@ -311,7 +328,22 @@ class HttpTransport:
             return await self._post(address, call, self._sessions[lane])
 
         target = None if itself else call.target_id
-        return await self._try_addresses(to, target, once, call.path, deadline_s)
+        served = self._server.routes.get(call.route)
+        self._check_callee(served, call.target_id)
+        answer = await self._try_addresses(to, target, once, call.path, deadline_s)
+        self._check_callee(served, answer.sender)  # its certificate may be news
+        return answer
+
+    def _check_callee(self, served: ServedRoute[R] | None, peer: str | None) -> None:
+        """Ask nobody for what its certificate doesn't allow it to answer.
+
+        Raises:
+            PeerRefusedError: it doesn't.
+        """
+        if served is None or peer is None:
+            return
+        if (verdict := served.refuse_callee(self._certified.get(peer))) is not None:
+            raise PeerRefusedError(403, verdict)
 
     async def _call_itself(
         self, to: Address, peer_id: str, route: str, meta: bytes, deadline_s: float
@@ -366,11 +398,14 @@ class HttpTransport:
         if len(meta) > MAX_PIPE_META_BYTES:
             raise ValueError(f"{len(meta)} bytes of metadata are too many for the request")
         path = PIPE_PREFIX + check_route(route)
+        served = self._server.pipes.routes.get(route)
+        self._check_callee(served, peer_id)
 
         async def once(address: Address) -> Pipe:
             epoch = self._epoch
             call = OutgoingCall(peer_id, route, meta, None, None)
             told = await self._post(address, call, self._sessions["bulk"], path)
+            self._check_callee(served, peer_id)
             answer = PipeAnswer.decode(told.meta)
             if len(answer.meta) > MAX_PIPE_META_BYTES:
                 raise WireError(f"the answer has {len(answer.meta)} bytes of metadata")
@@ -480,7 +515,8 @@ class HttpTransport:
         """
         if self.tls is None:
             return
-        shown = _shown.get()[0]
+        certificate = _shown.get()[0]
+        shown = None if certificate is None else certificate.node_id
         if shown is None or (request.target not in (NO_TARGET, shown) and status != 403):
             raise WireError(f"node {shown} refused in place of {request.target}")
 
@@ -511,10 +547,12 @@ class HttpTransport:
         if response.headers.get("Content-Type") != CONTENT_TYPE or "Content-Encoding" in response.headers:
             raise WireError("the answer isn't of the peer protocol")
         head = AnswerHead.from_headers(response.headers)
-        shown = _shown.get() if self.tls is not None else [None]
-        check_answer(head, request, shown[0])
-        if self.tls is not None and shown[0] is None:
+        shown = _shown.get()[0] if self.tls is not None else None
+        check_answer(head, request, None if shown is None else shown.node_id)
+        if self.tls is not None and shown is None:
             raise WireError("the peer has shown no certificate")
+        if shown is not None:
+            self._certified.note(shown)
         if head.meta_nbytes > self.limits.max_answer_meta_bytes:
             raise WireError(f"the answer announces {head.meta_nbytes} bytes of metadata")
         expected = head.meta_nbytes + head.vector_nbytes

@@ -14,13 +14,14 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
 from p2pdrl.errors import P2PDRLError, UsageError
 
 __all__ = [
+    "ANYBODY",
     "DEFAULT_PORT",
     "OTHER_PEERS",
     "Address",
@@ -30,6 +31,7 @@ __all__ = [
     "Lane",
     "Refusal",
     "Reply",
+    "RouteRoles",
     "TrafficCounters",
     "Transport",
     "VectorBuffer",
@@ -173,6 +175,21 @@ Handler = Callable[[Incoming], Awaitable[Reply]]
 """Serves one route. Raises `Refusal`; a `TensorError` is told as 422, a `WireError` as 400."""
 
 
+class RouteRoles(NamedTuple):
+    """Who has business on a route: nodes whose certificate limits them need one of the roles named here.
+
+    Args:
+        callers: who may call it; None for everybody.
+        callees: who may answer it; None for everybody.
+    """
+
+    callers: frozenset[str] | None = None
+    callees: frozenset[str] | None = None
+
+
+ANYBODY = RouteRoles()
+
+
 class Transport(Protocol):
     """Calls peers, and serves their calls."""
 
@@ -216,13 +233,25 @@ class Transport(Protocol):
         """
 
     def serve(
-        self, route: str, handler: Handler, *, max_meta_bytes: int = 65536, max_vector_bytes: int = 0
+        self,
+        route: str,
+        handler: Handler,
+        *,
+        max_meta_bytes: int = 65536,
+        max_vector_bytes: int = 0,
+        roles: RouteRoles = ANYBODY,
     ) -> None:
         """Register ``handler`` for ``route``; longer requests are refused with 413.
+
+        Args:
+            roles: who may call it, and who is called by it.
 
         Raises:
             ValueError: the name is malformed or taken.
         """
+
+    def roles_of(self, node_id: str) -> frozenset[str] | None:
+        """All roles that a node's certificate allows it; None without a limit, or where none was seen yet."""
 
     async def start(self) -> None:
         """Make calls possible."""

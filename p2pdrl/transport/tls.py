@@ -1,10 +1,9 @@
-"""Mutual TLS 1.3 between the nodes of a swarm: who holds the key is in, and each is who it says.
+"""Mutual TLS 1.3 between the nodes of a swarm: who is certified is in, and each is who it says.
 
-The swarm key yields the key of a certificate authority (HKDF-SHA256, RFC 5869), and every node signs its own
-certificate with it: that proves membership, and the handshake proves the node's Ed25519 key, whose hash is
-the node id. So the id on a connection needn't be believed; `SwarmTls.node_id_of` tells it. Certificates don't
-expire: clocks of home machines can't be trusted, and what a swarm replaces is its key. While it does
-(`p2pdrl key rotate`), certificates of both are good.
+A certificate proves membership (see `certificates`), and the handshake proves the node's Ed25519 key, whose
+hash is the node id. So the id on a connection needn't be believed; `SwarmTls.shown_by` tells it, and the
+roles that the node may have. While a swarm replaces its key (`p2pdrl key rotate`), certificates by both are
+good.
 
     tls = SwarmTls(private_key, [swarm_key])
     Listener(…).listen(app, …, tls=tls)      HttpTransport(…, tls=tls)
@@ -12,68 +11,19 @@ expire: clocks of home machines can't be trusted, and what a swarm replaces is i
 
 from __future__ import annotations
 
-import datetime as dt
-import functools
-import hashlib
 import os
 import ssl
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from cryptography import x509
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from p2pdrl.ids import node_id_from_public_key
+from p2pdrl.transport.certificates import Authority, Credentials, NodeCertificate, read_certificate, to_pem
 
-__all__ = ["SwarmTls", "client_context"]
-
-_BEGIN = dt.datetime(1970, 1, 2, tzinfo=dt.UTC)
-_END = dt.datetime(9999, 12, 31, 23, 59, 59, tzinfo=dt.UTC)  # RFC 5280, 4.1.2.5: no end
-
-
-class _Authority:
-    """The certificate authority that follows from a swarm key; whoever has the key is it."""
-
-    def __init__(self, swarm_key: bytes) -> None:
-        derived = HKDF(SHA256(), 32, salt=None, info=b"p2pdrl v1 certificate authority").derive(swarm_key)
-        self._key = Ed25519PrivateKey.from_private_bytes(derived)
-        # Authorities of other keys have other names, or OpenSSL tries one of several with the same.
-        public = self._key.public_key().public_bytes_raw()
-        self._name = _name(f"p2pdrl swarm {hashlib.sha256(public).hexdigest()[:16]}")
-        own = x509.KeyUsage(False, False, False, False, False, True, False, False, False)
-        builder = _builder(self._name, self._name, self._key.public_key())
-        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        self.certificate = builder.add_extension(own, critical=True).sign(self._key, None)
-
-    def certify(self, public_key: Ed25519PublicKey) -> x509.Certificate:
-        """Return the certificate of the node with this key."""
-        node_id = node_id_from_public_key(public_key.public_bytes_raw())
-        own = x509.KeyUsage(True, False, False, False, False, False, False, False, False)
-        both = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
-        builder = _builder(_name(node_id), self._name, public_key)
-        builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        builder = builder.add_extension(own, critical=True).add_extension(both, critical=False)
-        identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
-        return builder.add_extension(identifier, critical=False).sign(self._key, None)
-
-
-def _name(common: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)])
-
-
-def _builder(subject: x509.Name, issuer: x509.Name, public_key: Ed25519PublicKey) -> x509.CertificateBuilder:
-    """A certificate that is the same whoever makes it: its serial number follows from its key."""
-    raw = public_key.public_bytes_raw()
-    serial = int.from_bytes(hashlib.sha256(raw + issuer.public_bytes()).digest()[:16], "big") | 1
-    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(public_key)
-    builder = builder.serial_number(serial).not_valid_before(_BEGIN).not_valid_after(_END)
-    identifier = x509.SubjectKeyIdentifier.from_public_key(public_key)
-    return builder.add_extension(identifier, critical=False)
+__all__ = ["SwarmTls", "authority_context", "client_context", "unproven_context"]
 
 
 class SwarmTls:
@@ -81,29 +31,32 @@ class SwarmTls:
 
     Args:
         private_key: 32 raw bytes of its Ed25519 key.
-        swarm_keys: the swarm's; certificates by any of them are good, and ours is by the first.
+        credentials: the swarm's keys, of which certificates by any are good, and ours is by the first; or
+            what a node that holds none was given.
 
     Attributes:
         node_id: that of the private key.
         server: context for connections that come in. Callers without a certificate come through, too, for
-            the API has credentials of its own: `node_id_of` is None for them.
+            the API has credentials of its own: `shown_by` is None for them.
         client: context for connections to peers.
     """
 
-    def __init__(self, private_key: bytes, swarm_keys: Sequence[bytes]) -> None:
+    def __init__(self, private_key: bytes, credentials: Sequence[bytes] | Credentials) -> None:
         self._key = Ed25519PrivateKey.from_private_bytes(private_key)
-        self.node_id = node_id_from_public_key(self._key.public_key().public_bytes_raw())
-        self.use(swarm_keys)
+        self._public_key = self._key.public_key().public_bytes_raw()
+        self.node_id = node_id_from_public_key(self._public_key)
+        self.use(credentials)
 
-    def use(self, swarm_keys: Sequence[bytes]) -> None:
-        """Take these keys, and no others, from the next connection on.
+    def use(self, credentials: Sequence[bytes] | Credentials) -> None:
+        """Take these keys or certificates, and no others, from the next connection on.
 
         Raises:
             OSError: they can't be handed to OpenSSL; those before stay.
         """
-        authorities = [_Authority(key) for key in swarm_keys]
-        mine = authorities[0].certify(self._key.public_key())
-        good = "".join(_pem(authority.certificate) for authority in authorities)
+        if not isinstance(credentials, Credentials):
+            credentials = Credentials.of_keys(self._public_key, credentials)
+        mine = to_pem(credentials.certificate)
+        good = "".join(map(to_pem, credentials.authorities))
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         server.verify_mode = ssl.CERT_OPTIONAL
         server.num_tickets = 0  # a resumed session would prove nobody's key
@@ -116,40 +69,43 @@ class SwarmTls:
         self.server, self.client = server, client
 
     @staticmethod
-    def node_id_of(connection: ssl.SSLObject | None) -> str | None:
-        """Return the id of the node at the other end; None without TLS, or where it shows no certificate."""
+    def shown_by(connection: ssl.SSLObject | ssl.SSLSocket | None) -> NodeCertificate | None:
+        """Return what the certificate at the other end says; None without TLS, or where it shows none."""
         shown = connection.getpeercert(binary_form=True) if connection is not None else None
-        return _node_id(shown) if shown is not None else None
-
-
-@functools.lru_cache(maxsize=4096)
-def _node_id(certificate: bytes) -> str | None:
-    try:
-        key = x509.load_der_x509_certificate(certificate).public_key()
-    except Exception:  # noqa: BLE001 - the library has several; OpenSSL took it, and it is nobody's that we know
-        return None
-    return node_id_from_public_key(key.public_bytes_raw()) if isinstance(key, Ed25519PublicKey) else None
+        return read_certificate(shown) if shown is not None else None
 
 
 def client_context(swarm_keys: Sequence[bytes]) -> ssl.SSLContext:
     """Return a context for callers of the API that hold a swarm key: it believes members of the swarm."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.load_verify_locations(cadata="".join(_pem(_Authority(key).certificate) for key in swarm_keys))
+    return authority_context([Authority(key).certificate for key in swarm_keys])
+
+
+def authority_context(authorities: Sequence[bytes]) -> ssl.SSLContext:
+    """Return a context for callers without a certificate: it believes whom these (DER) have certified."""
+    context = unproven_context()
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata="".join(map(to_pem, authorities)))
     return context
 
 
-def _pem(certificate: x509.Certificate) -> str:
-    return certificate.public_bytes(serialization.Encoding.PEM).decode()
+def unproven_context() -> ssl.SSLContext:
+    """Return a context for callers who know of no authority yet.
+
+    What the other end shows proves that it holds that certificate's key, so its node id, and no membership.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    return context
 
 
-def _load(context: ssl.SSLContext, certificate: x509.Certificate, key: Ed25519PrivateKey) -> None:
+def _load(context: ssl.SSLContext, certificate: str, key: Ed25519PrivateKey) -> None:
     """Give a context its certificate and key, which the ssl module takes from a file alone."""
     secret = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    content = secret + _pem(certificate).encode()
+    content = secret + certificate.encode()
     if hasattr(os, "memfd_create"):  # never on a disk
         descriptor = os.memfd_create("p2pdrl", os.MFD_CLOEXEC)
         with os.fdopen(descriptor, "wb", buffering=0) as memory:

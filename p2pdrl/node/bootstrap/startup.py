@@ -24,6 +24,7 @@ from p2pdrl.config.root import Config
 from p2pdrl.errors import UsageError
 from p2pdrl.ids import short, swarm_id_from_name
 from p2pdrl.membership.identity import Identity
+from p2pdrl.membership.invites import Inviter
 from p2pdrl.membership.joining import JoinHooks
 from p2pdrl.membership.known_members import KnownMembers
 from p2pdrl.membership.parameters import MembershipConfig
@@ -32,6 +33,7 @@ from p2pdrl.membership.service import MembershipService
 from p2pdrl.membership.state import open_core
 from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.bootstrap.datadir import RATES_FILE, DataDir
+from p2pdrl.node.bootstrap.invited import InvitedMember, InviterClient, Renewal
 from p2pdrl.node.bootstrap.key_watch import KeyWatch
 from p2pdrl.node.bootstrap.lan import LanDiscovery
 from p2pdrl.node.context import NodeContext
@@ -39,6 +41,7 @@ from p2pdrl.node.events import EventLog
 from p2pdrl.node.port_mapping import PortMapping
 from p2pdrl.node.reachability import Reachability
 from p2pdrl.node.status.view import ApiView
+from p2pdrl.transport.certificates import Credentials
 from p2pdrl.transport.dial import ip_of
 from p2pdrl.transport.http.guard import guard_middleware
 from p2pdrl.transport.http.listener import Listener
@@ -246,7 +249,7 @@ async def _serve(
         wanted.host,
         wanted.port,
         port_is_default=given is None,
-        has_key=bool(view.swarm_keys),
+        has_key=view.keyed,
         insecure=config.insecure,
     )
     return listener, bound
@@ -278,13 +281,16 @@ class Opened:
     """Whether members of an earlier run are on disk."""
     may_move: bool
     """Whether we listen on all addresses of the machine, and tell others one that was chosen here."""
-    key_watch: KeyWatch | None
-    """Follows the file of the swarm's key; None without one."""
+    key_watch: KeyWatch | Renewal | None
+    """Follows the swarm's key while it is replaced; None for a swarm without one."""
 
 
 async def open_node(
     stack: AsyncExitStack,
     config: Config,
+    data: DataDir,
+    identity: Identity,
+    member: InvitedMember | None = None,
     *,
     events: EventLog,
     clock: Clock,
@@ -293,13 +299,16 @@ async def open_node(
     on_record: Callable[[SwarmRecord], None],
     on_twin: Callable[[str], None],
 ) -> Opened:
-    """Lock the data folder, bind the port, make membership (not started yet).
+    """Bind the port, make membership (not started yet).
 
-    ``on_twin`` is told the address of another node that runs with our identity.
+    Args:
+        data: the node's folder, which is locked.
+        member: what a node that was invited holds in place of the swarm's key.
+        on_twin: told the address of another node that runs with our identity.
 
     Raises:
         UsageError: bad key file, malformed peer, taken port, open address without a key, missing extra.
-        StorageError: the data folder can't be used. One that is made here goes again when the start fails.
+        StorageError: the data folder can't be used.
     """
     node = config.node
     if node.discover:
@@ -309,23 +318,34 @@ async def open_node(
     seeds = [seed_address(peer) for peer in node.peers]
     keys = None if node.swarm_key_file is None else read_swarm_keys(node.swarm_key_file)
     good = () if keys is None else keys.good(clock.wall())
-    swarm_id = swarm_id_from_name(node.swarm) if keys is None else keys.swarm_id
-    data = stack.enter_context(DataDir.acquire(node.data_dir))
+    if keys is not None:
+        swarm_id = keys.swarm_id
+    else:
+        swarm_id = swarm_id_from_name(node.swarm) if member is None else member.grant.swarm
     if data.picked_other:
         events.emit("data-dir", f"the first data folder is in use; this node takes {data.path}")
-    identity = Identity.load_or_create(data.path)
     view = ApiView(
         name=node.name or "",
         node_id=identity.node_id,
         token=data.token(),
         swarm_keys=good,
+        keyed=bool(good) or member is not None,
         open_metrics=node.open_metrics,
         data_dir=str(data.path),
         events=events,
         leave=leave,
     )
     limits = _limits(node.limits, raise_open_files(), events)
-    tls = identity.tls(good) if good else None
+    tls = identity.tls(good) if good else None if member is None else identity.tls(member.credentials)
+    if good:
+        view.inviter = Inviter(
+            data.path,
+            node_id=identity.node_id,
+            swarm_id=swarm_id,
+            keys=lambda: view.swarm_keys,
+            members=view.meeting_points,
+            clock=clock,
+        )
     rates = _rates(view.data_dir, node.limits)
     if rates is not None:
         stack.callback(rates.close)
@@ -341,16 +361,19 @@ async def open_node(
     )
     listener, bound = await _serve(stack, view, transport, config=node, events=events, clock=clock)
     transport.relayed.take = listener.take
-    key_watch = None
+
+    def use(now: tuple[bytes, ...] | Credentials, dropped: bool) -> None:
+        transport.use_keys(now, anew=dropped)
+        view.swarm_keys = () if isinstance(now, Credentials) else now
+        if dropped:
+            listener.cut()
+
+    key_watch: KeyWatch | Renewal | None = None
     if keys is not None and node.swarm_key_file is not None:
-
-        def use(now: tuple[bytes, ...], dropped: bool) -> None:
-            transport.use_keys(now, anew=dropped)
-            view.swarm_keys = now
-            if dropped:
-                listener.cut()
-
         key_watch = KeyWatch(node.swarm_key_file, keys, use, events, clock)
+    elif member is not None:
+        client = InviterClient(member.inviter, identity, clock)
+        key_watch = Renewal(member, data.path, client, view.addresses_of, use, events)
     address = advertised(node.advertise, bound, node.peers)
     name = view.name = node.name or f"{socket.gethostname()}:{bound.port}"
     known = KnownMembers(data.path)
@@ -364,6 +387,7 @@ async def open_node(
         rng=random.Random(identity.node_id),
         known=known,
         tags=tags_of(node.roles, promote=node.promote),
+        allowed=transport.roles_of,
     )
     boot = core.me.incarnation.boot_ms
     membership = MembershipService(
@@ -392,16 +416,29 @@ async def open_node(
         reachability=Reachability(membership, transport, clock, events, random.Random(boot)),
         progress_tracker=ProgressTracker(identity.node_id, boot),
         began_s=clock.monotonic(),
+        allowed=None if member is None else member.roles,
     )
-    _tell(context, events, keyed=bool(good), moved=node.listen is None and bound.port != DEFAULT_PORT)
+    _tell(
+        context,
+        events,
+        key_file=node.swarm_key_file,
+        invited=member is not None,
+        moved=node.listen is None and bound.port != DEFAULT_PORT,
+    )
     may_move = node.advertise is None and bound.host in _WILDCARDS
     return Opened(data, context, view, bool(known.members), may_move, key_watch)
 
 
-def _tell(context: NodeContext, events: EventLog, *, keyed: bool, moved: bool) -> None:
+def _tell(
+    context: NodeContext, events: EventLog, *, key_file: str | None, invited: bool, moved: bool
+) -> None:
     if moved:
         events.emit("port", f"port {DEFAULT_PORT} is taken; this node takes {context.address.port}")
-    join = f"p2pdrl node --peers {context.address}" + (" --swarm-key-file FILE" if keyed else "")
+    join = f"p2pdrl node --peers {context.address}" + (" --swarm-key-file FILE" if key_file else "")
+    if key_file:
+        join += ", or by a line that `p2pdrl invite` prints"
+    if invited:
+        join = "an invite by who holds the swarm's key"
     events.emit(
         "started",
         f"{context.name} ({short(context.node_id)}) listens on {context.address}; others join with: {join}",

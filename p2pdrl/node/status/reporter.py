@@ -15,7 +15,6 @@ import psutil
 
 import p2pdrl
 from p2pdrl.config.mode import protocol_of, told_options
-from p2pdrl.config.node import roles_in
 from p2pdrl.config.strategy import StrategyConfig
 from p2pdrl.config.task import minibatch_rows
 from p2pdrl.ids import short
@@ -489,7 +488,7 @@ class StatusReporter:
             "rtt_s": member.rtt_s,
             "last_seen_s": member.last_seen_s,
             "self": member.is_self,
-            "roles": list(roles_in(member.tags)),
+            "roles": list(self._context.roles_of(member)),
         } | self._reach(member)
         report, age_s = found if found is not None else (None, None)
         shown = (*FIGURES, "device", "learner_restarts", "strategy")

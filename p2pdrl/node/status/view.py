@@ -11,7 +11,8 @@ import numpy.typing as npt
 from p2pdrl.api.answers import ApiRefusal
 from p2pdrl.api.protocol import EventSource
 from p2pdrl.config.mode import strategy_from
-from p2pdrl.errors import CheckpointError
+from p2pdrl.errors import CheckpointError, ConfigError
+from p2pdrl.membership.invites import Inviter
 from p2pdrl.node.context import NodeContext
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.record_follower import RecordFollower
@@ -36,6 +37,7 @@ class ApiView:
         node_id: str,
         token: str,
         swarm_keys: tuple[bytes, ...],
+        keyed: bool,
         open_metrics: bool,
         data_dir: str,
         events: EventLog,
@@ -45,6 +47,8 @@ class ApiView:
         self.node_id = node_id
         self.token = token
         self.swarm_keys = swarm_keys
+        self.keyed = keyed
+        self.inviter: Inviter | None = None
         self.open_metrics = open_metrics
         self.data_dir = data_dir
         self._events = events
@@ -98,6 +102,7 @@ class ApiView:
     async def pause(self, *, paused: bool, swarm: bool) -> None:
         """Hold this node's learner, or everybody's, or let it go on."""
         if swarm:
+            self._check_say()
             self._settings().pause(paused=paused)
         else:
             _need(self._follower).hold(_need(_need(self._context).training), paused=paused)
@@ -125,6 +130,7 @@ class ApiView:
     async def set_mode(self, mode: str, sets: Sequence[str]) -> dict[str, object]:
         """Propose another mode to the swarm."""
         _need(_need(self._context).training)
+        self._check_say()
         record = self._settings().propose_mode(strategy_from(mode, sets))
         return {"epoch": record.epoch, "proposer": record.proposer}
 
@@ -168,6 +174,30 @@ class ApiView:
         if context.training is not None:
             document["task"] = msgspec.to_builtins(context.training.task)
         return {"task": document["task"], "node": document["node"]}
+
+    def meeting_points(self) -> list[str]:
+        """Addresses for a newcomer, ours first: of members that can take it in."""
+        context = _need(self._context)
+        others = [str(address) for address in context.learners().values()]
+        return [str(context.address), *others]
+
+    def addresses_of(self, node_id: str) -> list[str]:
+        """Where a member is now, if it is known."""
+        members = () if self._context is None else self._context.membership.members()
+        return [member.address for member in members if member.id == node_id]
+
+    def _check_say(self) -> None:
+        """Refuse what the others would refuse.
+
+        Raises:
+            ConfigError: this node's certificate gives it no say in the swarm's settings.
+        """
+        context = _need(self._context)
+        if not context.steers:
+            may = " and ".join(sorted(context.allowed or ()))
+            raise ConfigError(
+                f"this node was invited as {may} alone, without a say in that: ask another node"
+            )
 
     def _settings(self) -> RecordFollower:
         """Who changes the swarm's settings; refused while they are of no lineage: founding loses those."""

@@ -30,6 +30,7 @@ from aiohttp.typedefs import Handler, Middleware
 from p2pdrl.clock import Clock
 from p2pdrl.errors import UsageError
 from p2pdrl.transport.auth import Verdict
+from p2pdrl.transport.certificates import NodeCertificate
 from p2pdrl.transport.dial import ip_of, is_loopback
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.opening import HELLO, OPENED, TOKEN_BYTES
@@ -45,6 +46,7 @@ __all__ = [
     "ServedConnection",
     "Watchdog",
     "Watched",
+    "network_of",
     "watched",
 ]
 
@@ -155,7 +157,7 @@ class Watchdog:
 
     def admit(self, connection: Connection, host: str) -> bool:
         """Count a new connection; False when there is no room for it."""
-        host = _network_of(host)
+        host = network_of(host)
         limits = self.limits
         crowded = self._by_host.get(host, 0) >= limits.max_connections_per_host and not is_loopback(host)
         if (crowded and not self.displace(host)) or (
@@ -234,7 +236,7 @@ _FEW_STRANGERS = 64
 """So many connections may have proven nothing at any time; or a quarter of all, where that is more."""
 
 
-def _network_of(host: str) -> str:
+def network_of(host: str) -> str:
     """Whose connections are counted together: an IPv4 address's, or those of 64 bits of IPv6."""
     ip = ip_of(host)
     if not isinstance(ip, ipaddress.IPv6Address) or ip.is_loopback:
@@ -252,7 +254,7 @@ class Watched(asyncio.Protocol):
 
     Attributes:
         proven: see `Connection`; whoever checks credentials sets it.
-        node_id: whose certificate was shown at the other end; None for none.
+        shown: what the certificate at the other end says; None for none.
     """
 
     def __init__(
@@ -263,7 +265,7 @@ class Watched(asyncio.Protocol):
         lost: Callable[[Watched], None],
     ) -> None:
         self.proven = False
-        self.node_id: str | None = None
+        self.shown: NodeCertificate | None = None
         self.inner = inner
         self._watchdog = watchdog
         self._pace = ConnectionPace(watchdog.limits, watchdog.clock.monotonic())
@@ -271,12 +273,17 @@ class Watched(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._request: web.Request | None = None
 
+    @property
+    def node_id(self) -> str | None:
+        """Who has shown a certificate at the other end; None for nobody."""
+        return self.shown.node_id if self.shown is not None else None
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to be watched."""
         assert isinstance(transport, asyncio.Transport)  # noqa: S101 - TCP gives no other
         self._transport = transport
-        self.node_id = SwarmTls.node_id_of(transport.get_extra_info("ssl_object"))
-        self.proven = self.node_id is not None
+        self.shown = SwarmTls.shown_by(transport.get_extra_info("ssl_object"))
+        self.proven = self.shown is not None
         self.inner.connection_made(transport)
         if not self._made(self):
             transport.abort()

@@ -28,6 +28,7 @@ from p2pdrl.transport.calls import (
     report_end,
     run_handler,
 )
+from p2pdrl.transport.certificates import CertifiedRoles
 from p2pdrl.transport.framing import views_of
 from p2pdrl.transport.http.body import BodyReader, body_chunks
 from p2pdrl.transport.http.guard import refuse_foreign
@@ -59,6 +60,7 @@ class HttpServer:
         node_id: our id; requests for others are refused.
         swarm_id: requests of other swarms are refused.
         tls: proves who calls; None for a swarm without a key, whose members are believed.
+        certified: is told what callers show.
         hides: encrypt streams and pipes (a network that is trusted needs no more than proofs).
         clock: time for rates.
         limits: all bounds.
@@ -73,6 +75,7 @@ class HttpServer:
         swarm_id: str,
         tls: SwarmTls | None,
         *,
+        certified: CertifiedRoles,
         hides: bool,
         clock: Clock,
         limits: TransportLimits,
@@ -85,6 +88,7 @@ class HttpServer:
         self._node_id = node_id
         self._swarm_id = swarm_id
         self._tls = tls
+        self._certified = certified
         self._hides = hides
         self._limits = limits
         self._counters = counters
@@ -139,7 +143,7 @@ class HttpServer:
             Refusal: the request is refused.
             ConnectionError: the caller went away.
         """
-        head = self._head(request)
+        head, allowed = self._head(request)
         if self._limits.max_streams_per_peer == 0:
             raise Refusal(404, "no streams are offered here: post your calls")
         if request.can_read_body or head.meta_nbytes or head.vector_nbytes:
@@ -148,7 +152,7 @@ class HttpServer:
             pass  # it counts as one request; its calls count by themselves
         self._streams.make_room(head.sender)
         opening = self._opening(head)
-        self.pending.add(opening.token, self._streams.taker(head.sender, opening), lambda: None)
+        self.pending.add(opening.token, self._streams.taker(head.sender, opening, allowed), lambda: None)
         return await self._promise(request, head, opening, Reply(opening.encode()))
 
     async def _pipe(self, request: web.Request) -> web.StreamResponse:
@@ -190,13 +194,14 @@ class HttpServer:
         Raises:
             Refusal: the request is refused.
         """
-        head = self._head(request)
+        head, allowed = self._head(request)
         route = routes.find(request.match_info["route"])
+        route.admit_caller(allowed)
         self._check_size(request, head, route)
         return head, route
 
-    def _head(self, request: web.Request) -> RequestHead:
-        """Read the header, and check everything that is cheap to check.
+    def _head(self, request: web.Request) -> tuple[RequestHead, frozenset[str] | None]:
+        """Read the header, and check everything that is cheap to check; say what roles the caller may have.
 
         Raises:
             Refusal: the request is refused.
@@ -214,9 +219,9 @@ class HttpServer:
             head = RequestHead.from_headers(request.raw_path, request.headers)
         except WireError as error:
             raise Refusal(400, str(error)) from error
-        self._check_sender(request, head)  # strangers learn nothing of us
+        allowed = self._check_sender(request, head)  # strangers learn nothing of us
         self._check_parties(head)
-        return head
+        return head, allowed
 
     def _check_parties(self, head: RequestHead) -> None:
         if head.protocol != PROTOCOL_VERSION:
@@ -231,21 +236,23 @@ class HttpServer:
         if head.target not in (NO_TARGET, self._node_id):
             raise Refusal(403, f"meant for node {head.target}, this is {self._node_id}")
 
-    def _check_sender(self, request: web.Request, head: RequestHead) -> None:
-        """Believe nobody who hasn't shown the certificate of the node that it names."""
+    def _check_sender(self, request: web.Request, head: RequestHead) -> frozenset[str] | None:
+        """Believe nobody who hasn't shown the certificate of the node that it names; return its roles."""
         connection = watched(request)
+        shown = None if connection is None else connection.shown
         if self._tls is not None:
-            shown = None if connection is None else connection.node_id
             if shown is None:
                 raise Refusal(
                     401,
                     "peers of this swarm speak TLS, and show a certificate of its key: give both the same "
                     "--swarm-key-file, and the same p2pdrl",
                 )
-            if shown != head.sender:
-                raise Refusal(403, f"node {shown} can't speak in the name of {head.sender}")
+            if shown.node_id != head.sender:
+                raise Refusal(403, f"node {shown.node_id} can't speak in the name of {head.sender}")
+            self._certified.note(shown)
         if connection is not None:
             connection.proven = True
+        return None if shown is None else shown.roles
 
     def _check_size(self, request: web.Request, head: RequestHead, route: ServedRoute[R]) -> None:
         route.admit(head.meta_nbytes, head.vector_nbytes)

@@ -76,6 +76,7 @@ class ServedStream:
         peer: node id of the caller.
         remote_host: IP of the caller.
         ciphers: of calls and of answers.
+        allowed: roles that the caller's certificate allows it; None without a limit.
         ended: told when it is over; may be told twice.
     """
 
@@ -87,6 +88,7 @@ class ServedStream:
         remote_host: str,
         ciphers: tuple[Cipher, Cipher],
         *,
+        allowed: frozenset[str] | None,
         ended: Callable[[ServedStream], None],
     ) -> None:
         self.peer = peer
@@ -96,6 +98,7 @@ class ServedStream:
         self._clock = shared.clock
         self._remote_host = remote_host
         self._in, self._out = ciphers
+        self._allowed = allowed
         self._ended = ended
         self.proven = not self._in.nbytes
         self.idle_since_s = self._clock.monotonic()
@@ -181,6 +184,7 @@ class ServedStream:
             self._rest_pieces = 1 + pieces_of(frame.vector_nbytes)
             self._broken = False
             route = self._shared.routes.find(name.decode("ascii", "replace"))
+            route.admit_caller(self._allowed)
             route.admit(frame.meta_nbytes, frame.vector_nbytes)
             self._broken = True
             meta = await self._meta(raw + name, frame.meta_nbytes)
@@ -286,7 +290,7 @@ class StreamServer:
         app.on_shutdown.append(end)
 
     def taker(
-        self, peer: str, opening: ConnectionOpening
+        self, peer: str, opening: ConnectionOpening, allowed: frozenset[str] | None
     ) -> Callable[[socket.socket, str], ServedStream | None]:
         """Return what makes a stream of a peer's connection, to be run until it ends."""
 
@@ -296,7 +300,9 @@ class StreamServer:
             except Refusal:
                 sock.close()
                 return None
-            stream = ServedStream(self._shared, sock, peer, host, opening.ciphers(), ended=self._forget)
+            stream = ServedStream(
+                self._shared, sock, peer, host, opening.ciphers(), allowed=allowed, ended=self._forget
+            )
             self._streams.setdefault(peer, set()).add(stream)
             return stream
 

@@ -251,7 +251,9 @@ def context(clock: ManualClock, events: EventLog, membership: FakeMembership, tm
         address=Address("127.0.0.1", 7700),
         clock=clock,
         events=events,
-        transport=SimpleNamespace(counters=TrafficCounters()),  # type: ignore[arg-type]
+        transport=SimpleNamespace(  # type: ignore[arg-type]
+            counters=TrafficCounters(), roles_of=lambda node_id: None
+        ),
         membership=membership,  # type: ignore[arg-type]
         reachability=SimpleNamespace(reach="direct", figures=dict),  # type: ignore[arg-type]
         progress_tracker=ProgressTracker(me, 5),

@@ -56,6 +56,12 @@ def connected(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[End, End]
     return ends
 
 
+def node_id_of(connection: ssl.SSLObject | None) -> str | None:
+    """Who is at the other end."""
+    shown = SwarmTls.shown_by(connection)
+    return None if shown is None else shown.node_id
+
+
 def shown_to(context: ssl.SSLContext, server: bool) -> bytes:
     """The certificate that the other end of a connection shows."""
     theirs = BOB.tls([KEY])
@@ -67,8 +73,8 @@ def shown_to(context: ssl.SSLContext, server: bool) -> bytes:
 
 def test_each_end_proves_which_node_it_is() -> None:
     server, client = connected(BOB.tls([KEY]).server, ALICE.tls([KEY]).client)
-    assert SwarmTls.node_id_of(server.connection) == ALICE.node_id
-    assert SwarmTls.node_id_of(client.connection) == BOB.node_id
+    assert node_id_of(server.connection) == ALICE.node_id
+    assert node_id_of(client.connection) == BOB.node_id
     assert server.connection.version() == "TLSv1.3"
     assert ALICE.tls([KEY]).node_id == ALICE.node_id
 
@@ -76,14 +82,14 @@ def test_each_end_proves_which_node_it_is() -> None:
 def test_a_node_may_call_itself() -> None:
     tls = ALICE.tls([KEY])
     for end in connected(tls.server, tls.client):
-        assert SwarmTls.node_id_of(end.connection) == ALICE.node_id
+        assert node_id_of(end.connection) == ALICE.node_id
 
 
 def test_without_a_certificate_a_caller_is_nobody() -> None:
     server, client = connected(BOB.tls([KEY]).server, client_context([KEY]))
-    assert SwarmTls.node_id_of(server.connection) is None
-    assert SwarmTls.node_id_of(client.connection) == BOB.node_id
-    assert SwarmTls.node_id_of(None) is None
+    assert node_id_of(server.connection) is None
+    assert node_id_of(client.connection) == BOB.node_id
+    assert node_id_of(None) is None
 
 
 def test_another_key_is_refused_by_the_caller() -> None:
@@ -110,7 +116,7 @@ def test_nodes_one_step_apart_believe_each_other(one: int, other: int) -> None:
     server, client = BOB.tls(ROTATION[one]).server, ALICE.tls(ROTATION[other]).client
     if abs(one - other) <= 1:
         ends = connected(server, client)
-        assert [SwarmTls.node_id_of(end.connection) for end in ends] == [ALICE.node_id, BOB.node_id]
+        assert [node_id_of(end.connection) for end in ends] == [ALICE.node_id, BOB.node_id]
     else:
         with pytest.raises(ssl.SSLError):
             connected(server, client)
@@ -221,14 +227,14 @@ def test_the_key_alone_tells_who_it_is(tmp_path: Path) -> None:
     liar = forged(tmp_path, key, ALICE.node_id, issuer_of(KEY), authority(KEY))
     server, _ = connected(BOB.tls([KEY]).server, liar)
     itself = node_id_from_public_key(key.public_key().public_bytes_raw())
-    assert SwarmTls.node_id_of(server.connection) == itself != ALICE.node_id
+    assert node_id_of(server.connection) == itself != ALICE.node_id
 
 
 def test_keys_of_another_kind_are_nobodys(tmp_path: Path) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     liar = forged(tmp_path, key, ALICE.node_id, issuer_of(KEY), authority(KEY))
     server, _ = connected(BOB.tls([KEY]).server, liar)
-    assert SwarmTls.node_id_of(server.connection) is None
+    assert node_id_of(server.connection) is None
 
 
 def test_who_signs_itself_is_refused(tmp_path: Path) -> None:
@@ -286,4 +292,4 @@ def test_a_certificate_that_cant_be_read_is_nobodys(shown: bytes) -> None:
         def getpeercert(self, binary_form: bool = False) -> bytes:
             return shown
 
-    assert SwarmTls.node_id_of(Odd()) is None  # type: ignore[arg-type]
+    assert node_id_of(Odd()) is None  # type: ignore[arg-type]
