@@ -16,7 +16,8 @@ from p2pdrl.errors import (
     PeerUnreachableError,
     WireError,
 )
-from p2pdrl.transport.protocol import Incoming, Refusal, Reply
+from p2pdrl.testing.memory_transport import MemoryTransport
+from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, RouteRoles
 from p2pdrl.transport.rate import NodeRates, RateLimits
 
 from .transports import ALICE, BOB, MIB, Pair, http, memory, relayed
@@ -46,6 +47,21 @@ async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
 
     make = MAKERS.get(request.param)
     async for made in make() if make else keyed_at_a_rate("streams" in request.param, rates):
+        yield made
+
+
+ACTOR, TRAINERS = frozenset({"actor"}), frozenset({"learner", "server"})
+LIMITED: dict[str, Callable[[], AsyncIterator[Pair]]] = {
+    "memory": lambda: memory(ACTOR),
+    "posts": lambda: http(KEY, streams=False, roles=ACTOR),
+    "streams": lambda: http(KEY, streams=True, roles=ACTOR),
+}
+
+
+@pytest.fixture(params=LIMITED)
+async def limited(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    """Alice is certified to act, and for nothing else."""
+    async for made in LIMITED[request.param]():
         yield made
 
 
@@ -353,3 +369,55 @@ async def test_closing_twice(pair: Pair) -> None:
     await pair.alice.call(pair.bob_at, BOB, "echo", b"x", deadline_s=5)
     await pair.alice.close()
     await pair.alice.close()
+
+
+# Roles
+
+
+async def test_a_route_is_for_certain_roles(limited: Pair) -> None:
+    """Whoever is certified for others alone is refused by the callee, whatever it says of itself."""
+    taken: list[str] = []
+
+    async def take(incoming: Incoming) -> Reply:
+        taken.append(incoming.route)
+        return Reply(b"")
+
+    limited.bob.serve("exchange", take, roles=RouteRoles(callers=TRAINERS), max_vector_bytes=MIB)
+    limited.bob.serve("experience", take, roles=RouteRoles(callers=ACTOR | TRAINERS))
+    limited.bob.serve("anything", take)
+    with pytest.raises(PeerRefusedError, match="for actor alone makes no learner or server") as told:
+        await limited.alice.call(limited.bob_at, BOB, "exchange", b"", vector=vector(4096), deadline_s=5)
+    assert told.value.status == 403
+    for route in ("experience", "anything"):
+        await limited.alice.call(limited.bob_at, BOB, route, b"", deadline_s=5)
+    assert taken == ["experience", "anything"]
+    assert limited.bob.roles_of(ALICE) == ACTOR
+    assert limited.alice.roles_of(BOB) is None
+
+
+async def test_without_limits_every_route_is_open(pair: Pair) -> None:
+    async def take(_: Incoming) -> Reply:
+        return Reply(b"")
+
+    pair.bob.serve("exchange", take, roles=RouteRoles(callers=TRAINERS, callees=TRAINERS))
+    pair.alice.serve("exchange", take, roles=RouteRoles(callers=TRAINERS, callees=TRAINERS))
+    await pair.alice.call(pair.bob_at, BOB, "exchange", b"", deadline_s=5)
+    assert pair.bob.roles_of(ALICE) is None
+
+
+async def test_nobody_is_asked_for_what_its_certificate_doesnt_allow(limited: Pair) -> None:
+    """Once it has shown that; an answer that was asked for before isn't believed."""
+
+    async def take(_: Incoming) -> Reply:
+        return Reply(b"")
+
+    limited.bob.serve("hello", take)
+    limited.bob.serve("state", take, roles=RouteRoles(callees=TRAINERS))
+    await limited.alice.call(limited.bob_at, BOB, "hello", b"", deadline_s=5)
+    with pytest.raises(PeerRefusedError, match=r"for actor alone .* who alone are asked for state"):
+        await limited.bob.call(address_of(limited), ALICE, "state", b"", deadline_s=5)
+
+
+def address_of(pair: Pair) -> Address:
+    """Where Alice listens, or would."""
+    return pair.alice.address if isinstance(pair.alice, MemoryTransport) else pair.nowhere

@@ -15,6 +15,7 @@ from aiohttp import web
 from p2pdrl.clock import SystemClock
 from p2pdrl.membership.identity import Identity
 from p2pdrl.testing.memory_transport import MemoryNetwork
+from p2pdrl.transport.certificates import Authority, Credentials
 from p2pdrl.transport.http.listener import Listener
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.limits import TransportLimits
@@ -37,8 +38,11 @@ class Pair:
     nowhere: Address
 
 
-async def memory() -> AsyncIterator[Pair]:
+async def memory(roles: frozenset[str] | None = None) -> AsyncIterator[Pair]:
+    """Two nodes in memory; Alice's certificate allows her these ``roles`` alone."""
     network = MemoryNetwork(random.Random(1))
+    if roles is not None:
+        network.allowed[ALICE] = roles
     addresses = [Address("10.0.0.1", 7600 + i) for i in range(4)]
     alice = network.join(ALICE, addresses[0])
     bob = network.join(BOB, addresses[1])
@@ -68,14 +72,19 @@ async def http(
     hides: bool = True,
     other_key: bytes | None = None,
     rates: Callable[[str], NodeRates | None] = no_rates,
+    roles: frozenset[str] | None = None,
 ) -> AsyncIterator[Pair]:
-    """Two nodes over HTTP; the stranger has another key, or none."""
+    """Two nodes over HTTP; the stranger has another key, or none; Alice may be invited for ``roles``."""
     clock = SystemClock()
     limits = TransportLimits(shutdown_grace_s=0.05, max_streams_per_peer=8 if streams else 0)
     kind = BulkTransport if streams else HttpTransport
 
     def made(name: str, identity: Identity, swarm_id: str, key: bytes | None) -> HttpTransport:
         tls = identity.tls([key]) if key is not None else None
+        if key is not None and roles is not None and name == "alice":
+            authority = Authority(key)
+            certificate = authority.certify(identity.public_key, roles)
+            tls = identity.tls(Credentials(certificate, (authority.certificate,)))
         return kind(
             identity.node_id, swarm_id, tls, hides=hides, clock=clock, limits=limits, rates=rates(name)
         )
