@@ -91,7 +91,7 @@ class InviteHandlers:
             lambda: inviter.create(limits, expires_s, membership_s, members=members)
         )
         row = invite_row(kept, self._clock.wall())
-        return json_answer({"ok": True, "line": invite.line(), **row, "seeds": list(invite.seeds)})
+        return json_answer({"ok": True, "line": invite.text(), **row, "seeds": list(invite.seeds)})
 
     async def list(self, _request: web.Request) -> web.Response:
         """Show all, without secrets."""

@@ -197,7 +197,9 @@ class NodeClient:
         if not isinstance(target, str) or not isinstance(proofs, list):
             raise self._stranger()
         if not any(target_proven(key, target, nonce, str(proof)) for proof in proofs[:4]):
-            raise self._shut("it doesn't prove that it has our key or token")
+            raise self._shut(
+                "it doesn't prove that it has our key or token; a node that was invited takes its token alone"
+            )
         self._target = key, target
         return target
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import resource
 import secrets
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -28,7 +30,7 @@ from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, UnhealthyError, U
 from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.transport.protocol import Address
 
-__all__ = ["Check", "doctor", "machine_checks", "peer_checks"]
+__all__ = ["Check", "doctor", "machine_checks", "membership_checks", "peer_checks"]
 
 _PROBE_BYTES = 64 << 20
 _LITTLE_MEMORY_BYTES = 1 << 30
@@ -67,10 +69,46 @@ def machine_checks(data_dir: str | None, listen: str) -> list[Check]:
     ]
 
 
+def membership_checks(folder: Path, wall_s: float) -> tuple[list[Check], ssl.SSLContext | None]:
+    """Check what a node that was invited holds, if this folder is one's, and how it shows that to peers."""
+    if not (folder / "membership.json").exists():
+        return [], None
+    from p2pdrl.membership.identity import Identity
+    from p2pdrl.node.bootstrap.invited import read_membership
+
+    name, advice = "membership", "ask for another invite: p2pdrl node --join LINE"
+    try:
+        member = read_membership(folder)
+        if member is None:
+            return [], None
+        tls = Identity.load_or_create(folder).tls(member.credentials)
+    except (P2PDRLError, OSError, ValueError) as error:
+        return [Check(name, "fail", str(error), advice)], None
+    found = f"of swarm {member.grant.swarm}, by invite"
+    if member.roles is not None:
+        found += f", as {' and '.join(sorted(member.roles))} alone"
+    if member.until_s is None:
+        return [Check(name, "ok", found)], tls.client
+    found += f", until {time.strftime('%Y-%m-%d %H:%M', time.localtime(member.until_s))}"
+    if wall_s >= member.until_s:
+        return [Check(name, "fail", found, advice)], tls.client
+    return [Check(name, "ok", found)], tls.client
+
+
 def peer_checks(
-    address: str, swarm_keys: SwarmKeys | None, timeout_s: float = 5.0, *, listen: str | None = None
+    address: str,
+    swarm_keys: SwarmKeys | None,
+    timeout_s: float = 5.0,
+    *,
+    listen: str | None = None,
+    member: ssl.SSLContext | None = None,
 ) -> list[Check]:
-    """Check one peer: reachable, same protocol, same swarm, same time; and whether it can dial ``listen``."""
+    """Check one peer: reachable, same protocol, same swarm, same time; and whether it can dial us.
+
+    Args:
+        listen: where a node will listen here; None doesn't ask.
+        member: shows our certificate, where we were invited and hold no key.
+    """
     where = parse_api(address)
     shown = None if swarm_keys is None else swarm_keys.good(time.time())[0]
     client = NodeClient(where, swarm_key=shown, timeout_s=timeout_s)
@@ -91,6 +129,8 @@ def peer_checks(
     if theirs != PROTOCOL_VERSION:
         found = f"protocol {clean(theirs, 20)}, ours is {PROTOCOL_VERSION}"
         checks.append(Check(f"{name} protocol", "fail", found, "install the same p2pdrl on both machines"))
+    if swarm_keys is None and member is not None:
+        return [*checks, _clock(name, client), _certified(name, where, member, timeout_s)]
     checks += [_clock(name, client), _swarm(name, client, swarm_keys)]
     return checks if listen is None else [*checks, _dialled_back(name, client, listen)]
 
@@ -155,13 +195,15 @@ def _shared_memory() -> Check:
     return Check("shared memory", "ok", f"{how}, {byte_size(_PROBE_BYTES)} could be had")
 
 
-def _data_folder(data_dir: str | None) -> Check:
-    if data_dir is None:
-        import platformdirs
+def _root() -> Path:
+    """Where the data folders of this user's nodes are."""
+    import platformdirs
 
-        folder = Path(os.environ.get("P2PDRL_DATA_ROOT") or platformdirs.user_data_dir("p2pdrl"))
-    else:
-        folder = Path(data_dir).expanduser()
+    return Path(os.environ.get("P2PDRL_DATA_ROOT") or platformdirs.user_data_dir("p2pdrl"))
+
+
+def _data_folder(data_dir: str | None) -> Check:
+    folder = _root() if data_dir is None else Path(data_dir).expanduser()
     there = next(path for path in [folder, *folder.absolute().parents] if path.exists())
     try:
         with tempfile.NamedTemporaryFile(dir=there) as file:
@@ -259,6 +301,22 @@ def _swarm(name: str, client: NodeClient, swarm_keys: SwarmKeys | None) -> Check
     if swarm_keys is None:
         return Check(name, "ok", f"{swarm_id}, without a key")
     return Check(name, "ok", f"{swarm_id}, our key")
+
+
+def _certified(name: str, where: Address, member: ssl.SSLContext, timeout_s: float) -> Check:
+    """Whether the peer takes our certificate, and we its."""
+    name, advice = f"{name} swarm", "has it our swarm, or was its key replaced? ask for another invite"
+    connection = http.client.HTTPSConnection(where.host, where.port, timeout=timeout_s, context=member)
+    try:
+        connection.request("GET", "/healthz")
+        connection.getresponse().read()
+    except ssl.SSLCertVerificationError:
+        return Check(name, "fail", "is no member of our swarm", advice)
+    except (OSError, http.client.HTTPException) as error:
+        return Check(name, "fail", f"doesn't take our certificate ({str(error)[:100]})", advice)
+    finally:
+        connection.close()
+    return Check(name, "ok", "takes our certificate, and shows one of our swarm")
 
 
 _HEARS_S = 5.0
@@ -385,9 +443,11 @@ def doctor(
     Each line says ok, warn or fail, and what to do. The exit code is 4 if anything fails.
     """  # fmt: skip
     keys = read_swarm_keys(swarm_key_file) if swarm_key_file else None
-    checks = machine_checks(data_dir, listen)
+    folder = _root() / "node-1" if data_dir is None else Path(data_dir).expanduser()
+    invited, member = membership_checks(folder, time.time()) if keys is None else ([], None)
+    checks = [*machine_checks(data_dir, listen), *invited]
     for address in split_addresses(peers):
-        checks += peer_checks(address, keys, listen=listen)
+        checks += peer_checks(address, keys, listen=listen, member=member)
     failed = sum(check.result == "fail" for check in checks)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode({"ok": not failed, "checks": checks}), indent=2))

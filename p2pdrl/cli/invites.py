@@ -52,11 +52,11 @@ def invite(
     membership_s: float | None,
     as_json: bool,
 ) -> None:
-    """Print a line by which one machine can join: p2pdrl node --join LINE.
+    """Print a line by which one more machine can join.
 
-    Any node that holds the swarm's key can invite. The line holds a secret that is good once; give it to
-    nobody but the newcomer, who needs neither the key nor addresses. The node that made it has to be up when
-    it is used.
+    There, p2pdrl node --join LINE needs nothing else, neither key nor addresses, and never gets the key. Any
+    node that holds the key can invite. The line holds a secret that is good once; give it to
+    nobody but the newcomer. The node that made it has to be up when it is used.
     """
     if context.invoked_subcommand is not None:
         given = click.core.ParameterSource.COMMANDLINE

@@ -13,7 +13,7 @@ from p2pdrl.cli.options import config_options, split_addresses
 from p2pdrl.errors import UsageError
 
 if TYPE_CHECKING:
-    from p2pdrl.membership.invites import Invite
+    from p2pdrl.membership.invites import InviteLine
 
 __all__ = ["end_with_parent", "node"]
 
@@ -116,7 +116,7 @@ def node(
     raise SystemExit(run(resolved, invite))
 
 
-def _invite(line: str | None, file: str | None) -> Invite | None:
+def _invite(line: str | None, file: str | None) -> InviteLine | None:
     """Read the invite, wherever it is given.
 
     Raises:
@@ -127,7 +127,7 @@ def _invite(line: str | None, file: str | None) -> Invite | None:
         return None
     if line is not None and file is not None:
         raise UsageError("--join and --join-file (or P2PDRL_JOIN) are given: one invite is enough")
-    from p2pdrl.membership.invites import LONGEST_LINE, Invite
+    from p2pdrl.membership.invites import LONGEST_LINE, InviteLine
 
     if file is not None:
         try:
@@ -135,7 +135,7 @@ def _invite(line: str | None, file: str | None) -> Invite | None:
                 line = opened.readline(LONGEST_LINE)
         except OSError as error:
             raise UsageError(f"can't read the invite in {file}: {error.strerror}") from None
-    return Invite.parse(line or "")
+    return InviteLine.parse(line or "")
 
 
 _KEYS = {

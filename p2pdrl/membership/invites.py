@@ -1,7 +1,7 @@
 """Invites: how a machine becomes a member without ever holding the swarm's key.
 
     inviter, a holder of the key                          newcomer
-    `Inviter.create` ── one line, by any way ──►          reads it (`Invite.parse`)
+    `Inviter.create` ── one line, by any way ──►          reads it (`InviteLine.parse`)
                      ◄── the secret, its node's key ──    dials the inviter over TLS: node id and authority
                      ── `Grant` ──►                       keeps it, and takes part by TLS like everybody
 
@@ -39,7 +39,7 @@ __all__ = [
     "LONGEST_LINE",
     "PREFIX",
     "Grant",
-    "Invite",
+    "InviteLine",
     "Inviter",
     "IssuedInvite",
     "redeem_proof",
@@ -68,7 +68,7 @@ Seed = Annotated[str, Meta(min_length=3, max_length=260)]
 # The line
 
 
-class Invite(msgspec.Struct, frozen=True, array_like=True):
+class InviteLine(msgspec.Struct, frozen=True, array_like=True):
     """What one line tells a newcomer. Holds a secret: show nothing of it but what isn't.
 
     Attributes:
@@ -89,14 +89,14 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
     roles: Annotated[tuple[Role, ...], Meta(max_length=4)]
     seeds: Annotated[tuple[Seed, ...], Meta(min_length=1, max_length=16)]
 
-    def line(self) -> str:
+    def text(self) -> str:
         """Return it as one line to be pasted somewhere."""
         body = bytes([_VERSION]) + msgspec.msgpack.encode(self)
         text = base64.urlsafe_b64encode(body + _check(body)).rstrip(b"=")
         return PREFIX + text.decode()
 
     @classmethod
-    def parse(cls, text: str) -> Invite:
+    def parse(cls, text: str) -> InviteLine:
         """Read a line; white space that mail or a terminal has put into it is passed over.
 
         Raises:
@@ -124,14 +124,14 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
             raise UsageError(
                 "the invite is of another release: install the same p2pdrl on both machines"
             ) from None
-        if found.line() != line:
+        if found.text() != line:
             raise changed  # bits that mean nothing were changed
         for seed in found.seeds:
             Address.parse(seed)
         return found
 
     def __repr__(self) -> str:
-        return f"Invite(by {self.inviter.hex()[:8]})"
+        return f"InviteLine(by {self.inviter.hex()[:8]})"
 
 
 def _check(body: bytes) -> bytes:
@@ -273,7 +273,7 @@ class Inviter:
         membership_s: float | None = None,
         *,
         members: Sequence[str],
-    ) -> tuple[IssuedInvite, Invite]:
+    ) -> tuple[IssuedInvite, InviteLine]:
         """Make an invite.
 
         Args:
@@ -306,7 +306,7 @@ class Inviter:
             self._put(kept)
         seeds = tuple(dict.fromkeys(members))[:MAX_SEEDS]
         while True:
-            invite = Invite(
+            invite = InviteLine(
                 secret,
                 fingerprint(authority),
                 bytes.fromhex(self._node_id),
@@ -315,7 +315,7 @@ class Inviter:
                 kept.roles,
                 seeds,
             )
-            if len(seeds) == 1 or len(invite.line()) < WANTED_LINE:
+            if len(seeds) == 1 or len(invite.text()) < WANTED_LINE:
                 return kept, invite
             seeds = seeds[:-1]
 

@@ -33,7 +33,7 @@ from p2pdrl.errors import ConfigError, P2PDRLError, UsageError
 from p2pdrl.ids import short
 from p2pdrl.membership.events import MemberEvent
 from p2pdrl.membership.identity import Identity
-from p2pdrl.membership.invites import Invite
+from p2pdrl.membership.invites import InviteLine
 from p2pdrl.membership.records import SwarmRecord
 from p2pdrl.node.accounting import metrics_gossip
 from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
@@ -99,7 +99,7 @@ _VERBS = {
 }
 
 
-def run(resolved: Resolved, invite: Invite | None = None) -> int:
+def run(resolved: Resolved, invite: InviteLine | None = None) -> int:
     """Run a node until it leaves or the swarm is done; return the exit code.
 
     Args:
@@ -132,7 +132,7 @@ def _first(group: BaseExceptionGroup[P2PDRLError]) -> P2PDRLError:
 class Node:
     """One node, from its start to its end."""
 
-    def __init__(self, config: Config, invite: Invite | None = None) -> None:
+    def __init__(self, config: Config, invite: InviteLine | None = None) -> None:
         self._config = config
         self._invite = invite
         self._member: InvitedMember | None = None

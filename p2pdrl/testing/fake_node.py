@@ -80,6 +80,7 @@ class FakeNode:
 
     Attributes:
         done: the changes that were asked for, in order: ``"pause swarm"``, ``"leave"``, …
+        invited: whether it is a member of a swarm with a key that it doesn't hold.
         on_leave: called by `leave`, for a test that ends the server then.
         on_mode: called by `set_mode`, for a test that lets the members follow.
         policy_spec: what its policy takes: CartPole's, unless a test sets another.
@@ -95,7 +96,7 @@ class FakeNode:
         self.node_id = hashlib.sha256(name.encode()).hexdigest()[:32]
         self.token = "7" * 64
         self.swarm_keys = () if swarm_key is None else (swarm_key,)
-        self.keyed = swarm_key is not None
+        self.invited = False
         self.inviter: Inviter | None = None
         self.open_metrics = False
         self.data_dir = data_dir
@@ -117,6 +118,11 @@ class FakeNode:
         self.last_evaluations: list[dict[str, object]] = [_evaluation(name, 1), _evaluation(name, 2)]
         self.state: dict[str, object] = _status(name, data_dir)
         self.members: list[dict[str, object]] = [_peer(name, 1, True), _peer("node-2", 2, False)]
+
+    @property
+    def keyed(self) -> bool:
+        """Whether its swarm has a key."""
+        return bool(self.swarm_keys) or self.invited
 
     def status(self) -> dict[str, object]:
         """The constants, with health as set."""

@@ -574,7 +574,9 @@ class HttpTransport:
 def _without_tls(error: aiohttp.ClientSSLError) -> PeerRefusedError:
     """Say what it means that TLS came to nothing."""
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
-        return PeerRefusedError(403, "it belongs to another swarm: give both the same --swarm-key-file")
+        return PeerRefusedError(
+            403, "it belongs to another swarm: give both the same --swarm-key-file, or ask for an invite"
+        )
     if getattr(error.os_error, "reason", None) != "WRONG_VERSION_NUMBER":
         return PeerRefusedError(403, "it takes no TLS of ours: give both the same --swarm-key-file")
     # A full port answers in the open, before it knows what its caller speaks. So this is no sign of another

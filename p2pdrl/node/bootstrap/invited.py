@@ -34,7 +34,7 @@ from p2pdrl.errors import (
     WireError,
 )
 from p2pdrl.membership.identity import Identity
-from p2pdrl.membership.invites import Grant, Invite, redeem_proof, renew_proof, secret_hash
+from p2pdrl.membership.invites import Grant, InviteLine, redeem_proof, renew_proof, secret_hash
 from p2pdrl.node.events import EventLog
 from p2pdrl.transport.certificates import Credentials, fingerprint, is_issued_by, read_certificate
 from p2pdrl.transport.dial import Dialer, is_loopback
@@ -183,7 +183,7 @@ class InviterClient:
         self._identity = identity
         self._dialer = Dialer(clock, ttl_s=0.0)
 
-    async def redeem(self, invite: Invite, address: str, name: str) -> Grant:
+    async def redeem(self, invite: InviteLine, address: str, name: str) -> Grant:
         """Redeem an invite at one address.
 
         Args:
@@ -310,7 +310,7 @@ _COME_AGAIN = frozenset({408, 429, 500, 502, 503})
 async def as_member(
     folder: Path,
     identity: Identity,
-    invite: Invite | None,
+    invite: InviteLine | None,
     *,
     name: str,
     events: EventLog,

@@ -15,7 +15,7 @@ from p2pdrl.atomic import write_atomic
 from p2pdrl.errors import StorageError, UsageError
 from p2pdrl.membership import invites
 from p2pdrl.membership.identity import Identity
-from p2pdrl.membership.invites import PREFIX, Grant, Invite, Inviter, redeem_proof, renew_proof
+from p2pdrl.membership.invites import PREFIX, Grant, InviteLine, Inviter, redeem_proof, renew_proof
 from p2pdrl.transport.certificates import Authority, fingerprint, is_issued_by, read_certificate
 from p2pdrl.transport.protocol import Refusal
 
@@ -60,10 +60,10 @@ class Rig:
             refuse=self.barred.get,
         )
 
-    def invite(self, *roles: str, expires_s: float = 60.0, membership_s: float | None = None) -> Invite:
+    def invite(self, *roles: str, expires_s: float = 60.0, membership_s: float | None = None) -> InviteLine:
         return self.inviter.create(roles, expires_s, membership_s, members=HERE)[1]  # type: ignore[arg-type]
 
-    def redeem(self, invite: Invite, who: Identity = ALICE, name: str = "alice") -> Grant:
+    def redeem(self, invite: InviteLine, who: Identity = ALICE, name: str = "alice") -> Grant:
         proof = who.sign(redeem_proof(OWNER.node_id, invite.secret))
         return self.inviter.redeem(invite.secret, who.public_key, name, proof, members=HERE)
 
@@ -84,8 +84,8 @@ def rig(tmp_path: Path) -> Rig:
 
 def test_a_line_comes_back_as_it_was_and_is_short(rig: Rig) -> None:
     invite = rig.invite("actor", "replay")
-    line = invite.line()
-    assert Invite.parse(line) == invite
+    line = invite.text()
+    assert InviteLine.parse(line) == invite
     assert len(line) < 400
     assert "\n" not in line
     assert invite.authority == fingerprint(Authority(KEY).certificate)
@@ -97,15 +97,15 @@ def test_a_line_comes_back_as_it_was_and_is_short(rig: Rig) -> None:
 
 def test_mail_may_break_a_line(rig: Rig) -> None:
     invite = rig.invite()
-    line = invite.line()
-    assert Invite.parse(f"  {line[:40]}\r\n {line[40:90]}\n{line[90:]}\n\n") == invite
+    line = invite.text()
+    assert InviteLine.parse(f"  {line[:40]}\r\n {line[40:90]}\n{line[90:]}\n\n") == invite
 
 
 def test_long_addresses_of_others_are_left_out(rig: Rig) -> None:
     far = [f"{'x' * 60}.{'y' * 60}.example:7700", f"{'z' * 60}.{'w' * 60}.example:7700"]
     _, invite = rig.inviter.create((), 60.0, members=["10.0.0.1:7700", *far])
     assert list(invite.seeds) == ["10.0.0.1:7700", far[0]]
-    assert len(invite.line()) < 400
+    assert len(invite.text()) < 400
 
 
 def test_secrets_differ_and_are_shown_by_nothing(rig: Rig) -> None:
@@ -120,7 +120,7 @@ def test_secrets_differ_and_are_shown_by_nothing(rig: Rig) -> None:
 
 def test_no_mangled_line_is_taken(rig: Rig) -> None:
     """One character changed, lost, doubled or swapped; cut off; two lines in one."""
-    line = rig.invite("actor").line()
+    line = rig.invite("actor").text()
     rng = random.Random(3)
     alphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_+/=.:,é\0"
     mangled = {line[:end] for end in range(len(line))} | {line + line, line + "=", line + "A"}
@@ -130,7 +130,7 @@ def test_no_mangled_line_is_taken(rig: Rig) -> None:
         mangled.add(line[:at] + line[at : at + 2][::-1] + line[at + 2 :])
     for bad in mangled - {line}:
         with pytest.raises(UsageError, match="invite") as told:
-            Invite.parse(bad)
+            InviteLine.parse(bad)
         assert line[20:60] not in str(told.value)
     assert len(mangled) > 1000
 
@@ -142,7 +142,7 @@ def test_no_bytes_are_taken_that_only_look_whole() -> None:
         raw = body + hashlib.sha256(b"p2pdrl invite\0" + body).digest()[:4]
         line = PREFIX + base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
         with pytest.raises(UsageError, match="another release"):
-            Invite.parse(line)
+            InviteLine.parse(line)
 
 
 @pytest.mark.parametrize(
@@ -161,13 +161,13 @@ def test_no_bytes_are_taken_that_only_look_whole() -> None:
 def test_fields_out_of_bounds_are_refused(rig: Rig, field: str, value: object) -> None:
     bad = msgspec.structs.replace(rig.invite(), **{field: value})
     with pytest.raises(UsageError):
-        Invite.parse(bad.line())
+        InviteLine.parse(bad.text())
 
 
 @pytest.mark.parametrize("text", ["", "swarm.key", "https://example.org/x", "p2pdrl:/x", "x" * 3000])
 def test_what_is_no_invite_is_told_from_one_that_isnt_whole(text: str) -> None:
     with pytest.raises(UsageError, match=r"no invite|one line"):
-        Invite.parse(text)
+        InviteLine.parse(text)
 
 
 # Redeeming
@@ -210,7 +210,7 @@ def test_a_membership_may_end(rig: Rig) -> None:
         rig.renew()
 
 
-def refused(status: int, words: str, rig: Rig, invite: Invite, who: Identity = ALICE) -> None:
+def refused(status: int, words: str, rig: Rig, invite: InviteLine, who: Identity = ALICE) -> None:
     with pytest.raises(Refusal, match=words) as told:
         rig.redeem(invite, who)
     assert told.value.status == status

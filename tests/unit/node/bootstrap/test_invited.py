@@ -27,7 +27,7 @@ from p2pdrl.errors import (
     WireError,
 )
 from p2pdrl.membership.identity import Identity
-from p2pdrl.membership.invites import Grant, Invite, Inviter, redeem_proof
+from p2pdrl.membership.invites import Grant, InviteLine, Inviter, redeem_proof
 from p2pdrl.node.bootstrap.invited import (
     InvitedMember,
     InviterClient,
@@ -84,7 +84,7 @@ class InvitingNode:
         self.keys = list(keys)
         self.transport.use_keys(keys, anew=True)
 
-    def invite(self, *roles: str, seeds: list[str] | None = None) -> Invite:
+    def invite(self, *roles: str, seeds: list[str] | None = None) -> InviteLine:
         members = seeds or self.inviter.members()
         return self.inviter.create(roles, 600.0, members=members)[1]  # type: ignore[arg-type]
 
@@ -118,7 +118,7 @@ def client(identity: Identity = ALICE) -> InviterClient:
     return InviterClient(OWNER.node_id, identity, CLOCK)
 
 
-async def join(tmp_path: Path, invite: Invite | None, identity: Identity = ALICE) -> InvitedMember | None:
+async def join(tmp_path: Path, invite: InviteLine | None, identity: Identity = ALICE) -> InvitedMember | None:
     events = EventLog(100, CLOCK)
     return await as_member(tmp_path / "alice", identity, invite, name="alice", events=events, clock=CLOCK)
 
@@ -250,7 +250,7 @@ async def test_a_grant_for_somebody_else_isnt_taken(
 # The API
 
 
-def request(owner: InvitingNode, invite: Invite, identity: Identity = ALICE) -> bytes:
+def request(owner: InvitingNode, invite: InviteLine, identity: Identity = ALICE) -> bytes:
     proof = identity.sign(redeem_proof(OWNER.node_id, invite.secret))
     return msgspec.json.encode(RedeemRequest(invite.secret, identity.public_key, "alice", proof))
 

@@ -38,7 +38,8 @@ def view(figures, context, events) -> ApiView:
 def view_of(context, figures, events) -> ApiView:
     made = ApiView(
         node_id="a" * 32,
-        name="me", token="t" * 64, swarm_keys=(), open_metrics=False, data_dir="/data", events=events,
+        name="me", token="t" * 64, swarm_keys=(), keyed=False, open_metrics=False,
+        data_dir="/data", events=events,
         leave=lambda reason: None,
     )  # fmt: skip
     made.attach(

@@ -279,6 +279,7 @@ async def test_the_view_before_and_after_the_parts_are_there(figures, full, even
         name="me",
         token="t" * 64,
         swarm_keys=(b"secret key of the swarm",),
+        keyed=True,
         open_metrics=False,
         data_dir="/data",
         events=events,
