@@ -7,10 +7,12 @@ import json
 import subprocess
 import sys
 import time
+from urllib.parse import urlencode
 
 import pytest
 
 from p2pdrl.api.keyfile import rotate_swarm_key, write_swarm_key
+from p2pdrl.cli.client import NodeClient
 from p2pdrl.clock import SystemClock
 from p2pdrl.errors import PeerRefusedError
 from p2pdrl.membership.identity import Identity
@@ -21,6 +23,9 @@ from p2pdrl.transport.protocol import Address
 PACE = ["--set", "node.learner.max_updates_per_s=5", "--set", "task.algorithm.unroll_steps=32"]
 
 
+IMPALA = ["--config", "impala", "--set", "task.env.num_envs=4"]
+
+
 def p2pdrl(*arguments):
     """Run a command; return its exit code, output and error."""
     command = [sys.executable, "-m", "p2pdrl", *arguments]
@@ -28,10 +33,13 @@ def p2pdrl(*arguments):
     return done.returncode, done.stdout, done.stderr
 
 
-def invite(node, *options):
-    code, line, said = p2pdrl("invite", "--api", node.api, *options)
-    assert code == 0, said
-    return line.strip()
+def api(node):
+    """As a command on the node's machine would ask it."""
+    return NodeClient(Address.parse(node.api), data_dir=str(node.data))
+
+
+def invite(node, **wishes):
+    return api(node).post("/v1/invites?" + urlencode({"expires_s": 600, **wishes}, doseq=True))
 
 
 def has_told(node, kind):
@@ -47,44 +55,40 @@ def key(tmp_path):
 
 @pytest.fixture
 def founder(swarm, key, wait_until):
-    node = swarm.start("a", *PACE, "--swarm-key-file", str(key))
-    wait_until(lambda: has_told(node, "training"), 60, f"a founds:\n{node.text()[-2000:]}")
+    return founds(swarm, wait_until, *PACE, "--swarm-key-file", str(key))
+
+
+def founds(swarm, wait_until, *arguments):
+    node = swarm.start("a", *arguments)
+    wait_until(lambda: has_told(node, "training"), 60, "a founds")
     return node
 
 
-def joined(swarm, wait_until, name, *arguments, **given):
+def joined(swarm, wait_until, name, *arguments, until="training", **given):
     node = swarm.start(name, *PACE, *arguments, **given)
-    wait_until(lambda: has_told(node, "training"), 60, f"{name} trains:\n{node.text()[-2000:]}")
+    wait_until(lambda: has_told(node, until), 60, f"{name} is {until}")
     return node
 
 
 def test_an_invited_actor_joins_and_can_not_act_as_a_learner(swarm, founder, key, wait_until):
     """An invite is good once; what its member asks for beyond it, it asks for in vain."""
-    line = invite(founder, "--roles", "actor")
-    member = joined(swarm, wait_until, "b", "--join", line, data=swarm.folder / "b")
-    for name, words in {
-        "second": "used already, by another node",
-        "revoked": "the invite was revoked",
-    }.items():
-        bad = line
-        if name == "revoked":
-            bad = invite(founder)
-            rows = json.loads(p2pdrl("invite", "list", "--json", "--api", founder.api)[1])
-            assert p2pdrl("invite", "revoke", rows[-1]["id"], "--api", founder.api)[0] == 0
-        other = swarm.start(name, "--join", bad)
-        assert other.wait(30) == 1
-        assert words in other.text()
-    (row,) = [
-        row for row in json.loads(p2pdrl("peers", "--json", "--api", founder.api)[1]) if not row["self"]
-    ]
+    made = invite(founder, role="actor")
+    taken_back = invite(founder)
+    assert api(founder).post(f"/v1/invites/revoke?id={taken_back['id']}")["before"] == "open"
+    member = joined(swarm, wait_until, "b", "--join", made["line"], until="joined")
+    late = {name: swarm.start(name, "--join", one["line"]) for name, one in (("c", made), ("d", taken_back))}
+    wait_until(lambda: len(api(founder).peers()) > 1, 20, "the founder knows of it")
+    (row,) = [row for row in api(founder).peers() if not row["self"]]
     assert (row["name"], row["roles"], row["state"]) == ("b", ["actor"], "alive")
-    assert p2pdrl("roles", "set", "learner", "--api", member.api)[0] == 2, "its own node knows better"
     member.signal(15)
-    member.wait(20)
+    assert member.wait(20) == 0
     asyncio.run(_ask_for_more(founder, member))
+    for name, words in (("c", "used already, by another node"), ("d", "the invite was revoked")):
+        assert late[name].wait(30) == 2
+        assert words in late[name].text()
+        assert not late[name].data.exists(), "nothing is left behind"
     for path in member.data.rglob("*"):
-        if path.is_file():
-            assert key.read_bytes().strip() not in path.read_bytes()
+        assert not path.is_file() or key.read_bytes().strip() not in path.read_bytes()
 
 
 async def _ask_for_more(founder, member):
@@ -112,13 +116,13 @@ async def _ask_for_more(founder, member):
 def test_an_invited_node_is_a_member_like_any_other(swarm, founder, key, wait_until, tmp_path):
     """It trains, restarts without the line, and is commanded by its own token."""
     file = tmp_path / "invite"
-    file.write_text(invite(founder) + "\n")
+    file.write_text(p2pdrl("invite", "--api", founder.api)[1])
     node = joined(swarm, wait_until, "b", "--join-file", str(file))
     assert p2pdrl("status", "--api", node.api)[0] == 0
     code, out, said = p2pdrl("status", "--json", "--api", node.api)
     assert code == 0, said
     status = json.loads(out)
-    assert status["swarm_id"] == json.loads(p2pdrl("status", "--json", "--api", founder.api)[1])["swarm_id"]
+    assert status["swarm_id"] == api(founder).status()["swarm_id"]
     assert node.get("/v1/status") is None, "reading wants credentials"
     code, out, _ = p2pdrl("doctor", "--data-dir", str(node.data), "--peers", founder.api, "--json")
     checks = {check["name"]: check["result"] for check in json.loads(out)["checks"]}
@@ -126,14 +130,14 @@ def test_an_invited_node_is_a_member_like_any_other(swarm, founder, key, wait_un
     assert p2pdrl("invite", "--api", node.api)[0] == 1, "who was invited can't invite"
 
     def exchanges():
-        found = json.loads(p2pdrl("status", "--json", "--api", node.api)[1])["accounting"]
+        found = api(node).status()["accounting"]
         return sum(sum(one.get("rounds", {}).values()) for one in found.values())
 
-    wait_until(exchanges, 60, "it exchanges parameters", every_s=1.0)
+    wait_until(exchanges, 60, "it exchanges parameters")
     node.signal(15)
     assert node.wait(20) == 0
     again = joined(swarm, wait_until, "b2", data=node.data)
-    names = [row["name"] for row in json.loads(p2pdrl("peers", "--json", "--api", again.api)[1])]
+    names = [row["name"] for row in api(again).peers()]
     assert set(names) == {"a", "b2"}
     founder.kill9()
     wait_until(lambda: has_told(again, "member-dead"), 60, "the founder is given up")
@@ -145,10 +149,10 @@ def test_an_invited_node_is_a_member_like_any_other(swarm, founder, key, wait_un
 
 @pytest.mark.slow
 def test_an_expired_invite_is_refused_by_the_inviters_clock(swarm, founder):
-    line = invite(founder, "--expires", "1s")
+    made = invite(founder, expires_s=1)
     time.sleep(1.1)
-    late = swarm.start("late", "--join", line)
-    assert late.wait(30) == 1
+    late = swarm.start("late", "--join", made["line"])
+    assert late.wait(30) == 2
     assert "the invite has expired" in late.text()
     assert not late.data.exists(), "nothing is left behind"
 
@@ -156,8 +160,8 @@ def test_an_expired_invite_is_refused_by_the_inviters_clock(swarm, founder):
 @pytest.mark.slow
 def test_invited_nodes_outlive_a_replaced_key(swarm, founder, key, wait_until):
     """One is up all the while, the other comes back when the old key is refused."""
-    up = joined(swarm, wait_until, "up", "--join", invite(founder))
-    away = joined(swarm, wait_until, "away", "--join", invite(founder, "--roles", "actor,learner"))
+    up = joined(swarm, wait_until, "up", "--join", invite(founder)["line"])
+    away = joined(swarm, wait_until, "away", "--join", invite(founder, role=["actor", "learner"])["line"])
     away.signal(15)
     assert away.wait(20) == 0
     rotate_swarm_key(key, 50.0, time.time())
@@ -166,6 +170,19 @@ def test_invited_nodes_outlive_a_replaced_key(swarm, founder, key, wait_until):
     back = joined(swarm, wait_until, "away", data=away.data)
     for node in (founder, up):
         assert not has_told(node, "member-dead"), node.text()[-2000:]
-    alive = {row["name"] for row in json.loads(p2pdrl("peers", "--json", "--api", back.api)[1])}
+    alive = {row["name"] for row in api(back).peers()}
     assert alive == {"a", "up", "away"}
     assert read_membership(back.data).roles == {"actor", "learner"}
+
+
+@pytest.mark.slow
+def test_an_invited_actor_acts_for_a_learner(swarm, key, wait_until):
+    learner = founds(swarm, wait_until, *IMPALA, "--roles", "learner", "--swarm-key-file", str(key))
+    line = invite(learner, role="actor")["line"]
+    joined(swarm, wait_until, "b", "--join", line, "--actors", "1")
+
+    def unrolls():
+        received = api(learner).status().get("experience", {}).get("received", {})
+        return sum(row["unrolls"] for row in received.get("actors", []))
+
+    wait_until(lambda: unrolls() > 5, 60, "its unrolls come")
