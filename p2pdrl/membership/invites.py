@@ -62,6 +62,7 @@ _CHECK_BYTES = 4
 
 Raw16 = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Raw32 = Annotated[bytes, Meta(min_length=32, max_length=32)]
+OperatorName = tuple[Raw32, Annotated[str, Meta(max_length=64)]]
 Seed = Annotated[str, Meta(min_length=3, max_length=260)]
 
 
@@ -153,7 +154,7 @@ class Grant(msgspec.Struct, frozen=True):
         swarm: id of the swarm, 16 hex digits.
         certificate: the node's, in DER.
         authorities: certificates of the swarm's authorities (DER) that are good now.
-        operators: public keys of those who may command the swarm.
+        operators: public keys of those who may command the swarm, and what people call them.
         members: where the inviter and other members listen.
     """
 
@@ -162,7 +163,7 @@ class Grant(msgspec.Struct, frozen=True):
     authorities: Annotated[
         tuple[Annotated[bytes, Meta(max_length=4096)], ...], Meta(min_length=1, max_length=8)
     ]
-    operators: Annotated[tuple[Raw32, ...], Meta(max_length=64)] = ()
+    operators: Annotated[tuple[OperatorName, ...], Meta(max_length=64)] = ()
     members: Annotated[tuple[Seed, ...], Meta(max_length=16)] = ()
 
 
@@ -225,7 +226,7 @@ class Inviter:
         keys: the swarm's keys that are good now, the one that we show first; none where we hold none.
         members: addresses of members, ours first; to be asked in the event loop.
         clock: wall time.
-        operators: public keys of those who may command the swarm.
+        operators: public keys and names of those who may command the swarm.
         refuse: says why a node isn't let in, by id; None for all others.
 
     Raises:
@@ -241,7 +242,7 @@ class Inviter:
         keys: Callable[[], Sequence[bytes]],
         members: Callable[[], Sequence[str]],
         clock: Clock,
-        operators: Callable[[], Sequence[bytes]] = tuple,
+        operators: Callable[[], Sequence[OperatorName]] = tuple,
         refuse: Callable[[str], str | None] = lambda node_id: None,
     ) -> None:
         self._path = folder / INVITES_FILE

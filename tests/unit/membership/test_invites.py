@@ -56,7 +56,7 @@ class Rig:
             keys=lambda: self.keys,
             members=lambda: HERE,
             clock=self.clock,
-            operators=lambda: [b"p" * 32],
+            operators=lambda: [(b"p" * 32, "olga")],
             refuse=self.barred.get,
         )
 
@@ -185,7 +185,7 @@ def test_a_newcomer_becomes_a_member(rig: Rig) -> None:
         {"actor"},
         None,
     )
-    assert grant.operators == (b"p" * 32,)
+    assert grant.operators == ((b"p" * 32, "olga"),)
     assert list(grant.members) == HERE
     (kept,) = rig.inviter.all()
     assert (kept.node_name, kept.node_key, kept.used_s) == ("alice", ALICE.public_key.hex(), 1_000_000.0)
