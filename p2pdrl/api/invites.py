@@ -41,8 +41,10 @@ T = TypeVar("T")
 DEFAULT_S = 86_400.0
 MAX_BODY_BYTES = 4096
 BODY_S = 10.0
-TRIES_PER_S, TRIES_AT_ONCE = 1.0, 30.0
-"""Of newcomers and renewals, from one IPv4 address or IPv6 network."""
+TRIES_PER_S, TRIES_AT_ONCE = 2.0, 60.0
+"""Of newcomers, two requests each, and renewals, from one IPv4 address or IPv6 network."""
+
+_WORK: frozenset[str] = frozenset({"actor", "learner", "replay"})
 
 PublicKey = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Signature = Annotated[bytes, Meta(min_length=64, max_length=64)]
@@ -83,6 +85,10 @@ class InviteHandlers:
         roles = request.query.getall("role", [])
         if len(roles) > len(get_args(Role)) or (unknown := set(roles) - set(get_args(Role))):
             raise ApiRefusal(400, f"there are the roles {', '.join(get_args(Role))}")
+        if roles and not _WORK & set(roles):
+            raise ApiRefusal(
+                400, f"who is {' and '.join(roles)} alone has nothing to do: add learner or actor"
+            )
         expires_s = _seconds(request, "expires_s") or DEFAULT_S
         membership_s = _seconds(request, "membership_s")
         inviter = self._inviter()
@@ -106,8 +112,9 @@ class InviteHandlers:
         before = await _in_a_thread(lambda: inviter.revoke(name))
         return json_answer({"ok": True, "before": before.state(self._clock.wall()), "id": before.id})
 
-    async def authority(self, _request: web.Request) -> web.Response:
+    async def authority(self, request: web.Request) -> web.Response:
         """Tell newcomers what certificates to look at; what they are worth, their fingerprint tells them."""
+        self._count(request)
         inviter = self._inviter()
         return json_answer({"authorities": await _in_a_thread(inviter.authorities)})
 
@@ -144,14 +151,22 @@ class InviteHandlers:
             409, "this swarm has no key, so nobody needs an invite: p2pdrl node --peers HOST:PORT joins it"
         )
 
+    def _count(self, request: web.Request) -> None:
+        """Count a request of a stranger.
+
+        Raises:
+            ApiRefusal: 429, there are too many from its network.
+        """
+        if not self._tries.take(network_of(request.remote or "")):
+            raise ApiRefusal(429, "too many tries from your address: wait a minute", {"Retry-After": "60"})
+
     async def _read(self, request: web.Request, kind: type[T]) -> T:
         """Read a small body, of whoever doesn't ask too often.
 
         Raises:
             ApiRefusal: it isn't one.
         """
-        if not self._tries.take(network_of(request.remote or "")):
-            raise ApiRefusal(429, "too many tries from your address: wait a minute", {"Retry-After": "60"})
+        self._count(request)
         if not request.secure:
             raise ApiRefusal(403, "secrets go over TLS alone: use https://")
         body = bytearray()

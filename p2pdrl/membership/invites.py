@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import hashlib
 import secrets
 import threading
@@ -180,6 +181,12 @@ def renew_proof(inviter_id: str) -> bytes:
 # The inviter
 
 
+@functools.lru_cache(maxsize=4)
+def _authority(key: bytes) -> Authority:
+    """Made once: strangers may ask for its certificate."""
+    return Authority(key)
+
+
 class IssuedInvite(msgspec.Struct, frozen=True):
     """One invite as its inviter keeps it; times are its wall times.
 
@@ -265,7 +272,7 @@ class Inviter:
         keys = self._keys()
         if not keys:
             raise Refusal(409, "this node holds no swarm key, so it can't invite: ask one that does")
-        return tuple(Authority(key).certificate for key in keys)
+        return tuple(_authority(key).certificate for key in keys)
 
     def create(
         self,
@@ -406,7 +413,7 @@ class Inviter:
 
     def _grant(self, public_key: bytes, kept: IssuedInvite, members: Sequence[str]) -> Grant:
         authorities = self.authorities()
-        certificate = Authority(self._keys()[0]).certify(public_key, kept.roles or None, kept.until_s)
+        certificate = _authority(self._keys()[0]).certify(public_key, kept.roles or None, kept.until_s)
         addresses = tuple(dict.fromkeys(members))[:MAX_SEEDS]
         return Grant(self._swarm_id, certificate, authorities, tuple(self._operators()), addresses)
 

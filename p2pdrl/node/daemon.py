@@ -221,7 +221,6 @@ class Node:
             clock=self._clock,
         )
         if self._member is not None:
-            data.keep = data.keep or self._invite is not None  # what it got is got once
             fitted = self._member.fitted(node)
             self._config = msgspec.structs.replace(self._config, node=fitted)
 

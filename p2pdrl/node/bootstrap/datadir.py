@@ -32,7 +32,7 @@ _TOKEN = re.compile(rb"[0-9a-f]{64}")
 _LOCKED = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE)
 """Not the fault of whoever named the folder."""
-_FROM_THE_START = (RATES_FILE, "members.json", "token", "identity.key", "invites.json", "lock")
+_FROM_THE_START = (RATES_FILE, "members.json", "token", "identity.key", "lock")
 """Files that are there before a node trains."""
 
 

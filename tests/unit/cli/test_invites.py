@@ -73,7 +73,8 @@ def test_bad_times_are_refused(p2pdrl, inviting, text):
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    (["--roles", "king"], "there are the roles"), (["--roles", ","], "name at least one"),
+    (["--roles", "king"], "there are the roles"), (["--roles", "server"], "has nothing to do"),
+    (["--roles", ","], "name at least one"),
     (["--expires", "9999d"], "at most"), (["--member-for", "99999d"], "at most"),
 ])  # fmt: skip
 def test_bad_wishes_are_refused(p2pdrl, inviting, options, words):
