@@ -20,7 +20,8 @@ from p2pdrl.node.bootstrap.invited import read_membership
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.protocol import Address
 
-PACE = ["--set", "node.learner.max_updates_per_s=5", "--set", "task.algorithm.unroll_steps=32"]
+SLOWLY = ["--set", "node.learner.max_updates_per_s=5"]
+PACE = [*SLOWLY, "--set", "task.algorithm.unroll_steps=32"]
 
 
 IMPALA = ["--config", "impala", "--set", "task.env.num_envs=4"]
@@ -60,13 +61,13 @@ def founder(swarm, key, wait_until):
 
 def founds(swarm, wait_until, *arguments):
     node = swarm.start("a", *arguments)
-    wait_until(lambda: has_told(node, "training"), 60, "a founds")
+    wait_until(lambda: has_told(node, "training"), 120, "a founds")
     return node
 
 
 def joined(swarm, wait_until, name, *arguments, until="training", **given):
-    node = swarm.start(name, *PACE, *arguments, **given)
-    wait_until(lambda: has_told(node, until), 60, f"{name} is {until}")
+    node = swarm.start(name, *SLOWLY, *arguments, **given)
+    wait_until(lambda: has_told(node, until), 120, f"{name} is {until}")
     return node
 
 
