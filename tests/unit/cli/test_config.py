@@ -79,7 +79,7 @@ def daemon(monkeypatch):
     """Stands in for the daemon; returns the configurations it was run with."""
     runs = []
     module = types.ModuleType("p2pdrl.node.daemon")
-    module.run = lambda resolved: runs.append(resolved) or 0
+    module.run = lambda resolved, _invite: runs.append(resolved) or 0
     monkeypatch.setitem(sys.modules, "p2pdrl.node.daemon", module)
     return runs
 
@@ -102,7 +102,7 @@ def test_flags_of_node_reach_the_daemon(p2pdrl, daemon, tmp_path):
 
 
 def test_the_daemons_code_is_the_commands(p2pdrl, daemon):
-    sys.modules["p2pdrl.node.daemon"].run = lambda _resolved: 4
+    sys.modules["p2pdrl.node.daemon"].run = lambda _resolved, _invite: 4
     assert p2pdrl("node").exit_code == 4
 
 
