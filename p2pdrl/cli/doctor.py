@@ -129,12 +129,9 @@ def peer_checks(
     if theirs != PROTOCOL_VERSION:
         found = f"protocol {clean(theirs, 20)}, ours is {PROTOCOL_VERSION}"
         checks.append(Check(f"{name} protocol", "fail", found, "install the same p2pdrl on both machines"))
-    certified = swarm_keys is None and member is not None
-    checks.append(_clock(name, client))
-    if certified and member is not None:
-        checks.append(_certified(name, where, member, timeout_s))
-    else:
-        checks.append(_swarm(name, client, swarm_keys))
+    if swarm_keys is None and member is not None:
+        return [*checks, _clock(name, client), _certified(name, where, member, timeout_s)]
+    checks += [_clock(name, client), _swarm(name, client, swarm_keys)]
     return checks if listen is None else [*checks, _dialled_back(name, client, listen)]
 
 
@@ -304,6 +301,22 @@ def _swarm(name: str, client: NodeClient, swarm_keys: SwarmKeys | None) -> Check
     if swarm_keys is None:
         return Check(name, "ok", f"{swarm_id}, without a key")
     return Check(name, "ok", f"{swarm_id}, our key")
+
+
+def _certified(name: str, where: Address, member: ssl.SSLContext, timeout_s: float) -> Check:
+    """Whether the peer takes our certificate, and we its."""
+    name, advice = f"{name} swarm", "has it our swarm, or was its key replaced? ask for another invite"
+    connection = http.client.HTTPSConnection(where.host, where.port, timeout=timeout_s, context=member)
+    try:
+        connection.request("GET", "/healthz")
+        connection.getresponse().read()
+    except ssl.SSLCertVerificationError:
+        return Check(name, "fail", "is no member of our swarm", advice)
+    except (OSError, http.client.HTTPException) as error:
+        return Check(name, "fail", f"doesn't take our certificate ({str(error)[:100]})", advice)
+    finally:
+        connection.close()
+    return Check(name, "ok", "takes our certificate, and shows one of our swarm")
 
 
 _HEARS_S = 5.0

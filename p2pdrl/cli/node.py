@@ -104,8 +104,9 @@ def node(
         end_with_parent(parent_pid)
     invite = _invite(join, join_file)
     flags = {_KEYS[option]: value for option, value in given.items()}
-    seeds = split_addresses(peers) or (list(invite.seeds) if invite is not None else [])
-    flags["node.peers"] = [seed for seed in seeds if seed != _LAN] or None
+    seeds = split_addresses(peers)
+    given_seeds = [seed for seed in seeds if seed != _LAN]
+    flags["node.peers"] = given_seeds or (list(invite.seeds) if invite is not None else None)
     flags["node.discover"] = True if _LAN in seeds else None
     flags["node.roles"] = None if roles is None else [word.strip() for word in roles.split(",")]
     resolved = resolve(files=files, sets=sets, flags=flags, environ=os.environ)

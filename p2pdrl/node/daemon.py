@@ -592,7 +592,7 @@ class Node:
     def _make_discovery(self) -> LanDiscovery:
         context, admission = self._context, self._admission
         membership = context.membership
-        keyed = self._config.node.swarm_key_file is not None
+        keyed = context.transport.tls is not None
 
         def heard_of(address: Address) -> None:
             if not membership.core.lives(str(address), None):

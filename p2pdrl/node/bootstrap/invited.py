@@ -254,7 +254,7 @@ class InviterClient:
         except aiohttp.ClientSSLError:
             raise PeerUnreachableError(f"{to} speaks no TLS: is that the inviter's address?") from None
         except (aiohttp.ClientError, OSError, UnicodeError) as error:
-            raise PeerUnreachableError(f"no node answers at {to}: {str(error)[:200]}") from error
+            raise PeerUnreachableError(f"{to}: {_words(error)}") from error
 
     async def _try_each(
         self, method: str, to: str, path: str, request: Any, authority: bytes | None
@@ -278,7 +278,13 @@ class InviterClient:
                     if isinstance(error, aiohttp.ClientSSLError):
                         raise
                     broken = error
-        raise PeerUnreachableError(f"the inviter isn't at {to}: {broken}") from broken
+        raise PeerUnreachableError(f"{to}: {_words(broken)}") from broken
+
+
+def _words(error: Exception | None) -> str:
+    """Why nothing came of a connection, without what aiohttp puts around it."""
+    inner = getattr(error, "os_error", error)
+    return str(getattr(inner, "strerror", None) or inner).lower()[:200]
 
 
 class _Authorities(msgspec.Struct, frozen=True):

@@ -220,7 +220,7 @@ async def test_an_authority_that_the_inviter_tells_and_doesnt_show_is_not_enough
 
 async def test_nobody_there_is_told_and_tried_again(owner: InvitingNode, tmp_path: Path) -> None:
     invite = owner.invite(seeds=["127.0.0.1:1"])
-    with pytest.raises(PeerUnreachableError, match=r"127.0.0.1:1"):
+    with pytest.raises(PeerUnreachableError, match=r"127.0.0.1:1: (connect call failed|connection refused)"):
         await client().redeem(invite, "127.0.0.1:1", "alice")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
