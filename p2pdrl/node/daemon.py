@@ -34,9 +34,11 @@ from p2pdrl.membership.events import MemberEvent
 from p2pdrl.membership.records import SwarmRecord
 from p2pdrl.node.accounting import metrics_gossip
 from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
+from p2pdrl.node.accounting.report_table import period_s
 from p2pdrl.node.admission import JoinAdmission
 from p2pdrl.node.background import set_within
 from p2pdrl.node.bootstrap.first_state import first_state, founded_at, load_checkpoint
+from p2pdrl.node.bootstrap.joining import JoinInfo
 from p2pdrl.node.bootstrap.lan import LOOK_FIRST_S, LanDiscovery, fingerprint
 from p2pdrl.node.bootstrap.processors import keep_to_processors
 from p2pdrl.node.bootstrap.startup import Opened, direct, moved_to, open_node
@@ -245,6 +247,8 @@ class Node:
                 context.membership.joiner, context.address, remembers=opened.remembers, memory=memory
             )
             early = group.create_task(self._leave_if_done(), name="halt before training")
+            if origin.info is not None:
+                self._believe_history(origin.info)
             require_runnable(origin.task, self._config)  # a resumed one is of an earlier run's configuration
             training = self._make_training(origin.task)
             stack.push_async_callback(self._end_training)
@@ -291,6 +295,18 @@ class Node:
         if not self._config.node.keep_running:
             self._follower.halt(reason)
             self.leave("the swarm is done")
+
+    def _believe_history(self, info: JoinInfo) -> None:
+        """Believe, for a while, what members say the swarm did before it took us in."""
+        context, follower = self._context, self._follower
+
+        def age_s() -> float:
+            began = follower.founded_at
+            return self._clock.wall() - (info.founded_at if began is None else began)
+
+        if context.progress_tracker.bounds is not None:
+            period = period_s(len(context.alive()) + 1)
+            context.progress_tracker.bounds.joined(self._clock.monotonic(), age_s, period)
 
     async def _follow_address(self) -> None:
         """Tell the others when this machine gets another address: another network, another lease."""
@@ -501,6 +517,7 @@ class Node:
             shards=context.shards,
             stale=self._meters.registry.unroll_staleness.observe,
             learning=lambda: context.membership.retag(tags_of((*config.roles, "learner"))),
+            outranks=self._reporter.outranks,
             before=before,
         )
         context.state = "starting"
@@ -557,7 +574,6 @@ class Node:
     def _make_gossip(self) -> MetricsGossip:
         context = self._context
         made = MetricsGossip(
-            me=context.node_id,
             transport=context.transport,
             progress_tracker=context.progress_tracker,
             clock=self._clock,
@@ -565,6 +581,7 @@ class Node:
             alive=context.alive,
             make_report=self._reporter.report,
             on_round=self._on_round,
+            refused=self._on_forged,
         )
         limit = metrics_gossip.MAX_META_BYTES
         context.transport.serve(metrics_gossip.ROUTE, made.answer, max_meta_bytes=limit)
@@ -608,6 +625,10 @@ class Node:
     def _donors(self) -> list[tuple[str, Address]]:
         alive = self._context.learners()
         return [(node, alive[node]) for node in self._reporter.donors() if node in alive]
+
+    def _on_forged(self, peer: str, why: str) -> None:
+        if self._context.training is not None:
+            self._context.training.swarm.strike(peer, why)
 
     # --- news -----------------------------------------------------------------------------------
 
