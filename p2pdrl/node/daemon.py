@@ -247,8 +247,7 @@ class Node:
                 context.membership.joiner, context.address, remembers=opened.remembers, memory=memory
             )
             early = group.create_task(self._leave_if_done(), name="halt before training")
-            if origin.info is not None:
-                self._believe_history(origin.info)
+            self._believe_history(origin.info)
             require_runnable(origin.task, self._config)  # a resumed one is of an earlier run's configuration
             training = self._make_training(origin.task)
             stack.push_async_callback(self._end_training)
@@ -256,8 +255,7 @@ class Node:
             context.learner = training.supervisor
             await training.build()
             self._admission.tell_founded(origin)  # not before: the learner may refuse the task
-            folder = Path(context.data_dir) / "checkpoints" / training.task_hash[:12]
-            store = CheckpointStore(folder, self._config.node.checkpoint.keep)
+            store = self._checkpoint_store(training)
             checkpoint = await load_checkpoint(store, context.progress_tracker, self._events)
             context.training = self._admission.training = training
             self._serve()
@@ -296,9 +294,11 @@ class Node:
             self._follower.halt(reason)
             self.leave("the swarm is done")
 
-    def _believe_history(self, info: JoinInfo) -> None:
-        """Believe, for a while, what members say the swarm did before it took us in."""
+    def _believe_history(self, info: JoinInfo | None) -> None:
+        """Believe, for a while, what members say the swarm did before it took us in, if one did."""
         context, follower = self._context, self._follower
+        if info is None:
+            return
 
         def age_s() -> float:
             began = follower.founded_at
@@ -586,6 +586,10 @@ class Node:
         limit = metrics_gossip.MAX_META_BYTES
         context.transport.serve(metrics_gossip.ROUTE, made.answer, max_meta_bytes=limit)
         return made
+
+    def _checkpoint_store(self, training: Training) -> CheckpointStore:
+        folder = Path(self._context.data_dir) / "checkpoints" / training.task_hash[:12]
+        return CheckpointStore(folder, self._config.node.checkpoint.keep)
 
     def _make_checkpointer(
         self, store: CheckpointStore, training: Training, checkpoint: Checkpoint | None
