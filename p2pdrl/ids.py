@@ -26,7 +26,7 @@ __all__ = [
     "swarm_id_from_name",
 ]
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Version of the peer protocol; nodes of different versions don't join each other."""
 
 _NODE_ID = re.compile(r"[0-9a-f]{32}")

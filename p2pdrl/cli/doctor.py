@@ -413,22 +413,6 @@ def _of_running_node(name: str, where: Address) -> Check:
     return Check(name, "ok", "a node runs here, and nobody has tried to dial it yet")
 
 
-def _certified(name: str, where: Address, member: ssl.SSLContext, timeout_s: float) -> Check:
-    """Whether the peer takes our certificate, and we its."""
-    name, advice = f"{name} swarm", "has it our swarm, or was its key replaced? ask for another invite"
-    connection = http.client.HTTPSConnection(where.host, where.port, timeout=timeout_s, context=member)
-    try:
-        connection.request("GET", "/healthz")
-        connection.getresponse().read()
-    except ssl.SSLCertVerificationError:
-        return Check(name, "fail", "is no member of our swarm", advice)
-    except (OSError, http.client.HTTPException) as error:
-        return Check(name, "fail", f"doesn't take our certificate ({str(error)[:100]})", advice)
-    finally:
-        connection.close()
-    return Check(name, "ok", "takes our certificate, and shows one of our swarm")
-
-
 _STYLE = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 

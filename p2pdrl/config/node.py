@@ -195,6 +195,10 @@ class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Bytes that are relayed each second, all such members together and both ways; 0 is no bound."""
     max_abs_parameter: Annotated[float, Meta(gt=0, le=1e30)] = 1e6
     """A vector with an entry beyond this is refused and counts as a strike."""
+    max_steps_per_s: Annotated[float, Meta(gt=0, le=1e12)] = 200_000.0
+    """Environment steps a second that another node can make, at most (a regression counts rows). What one
+    claims beyond that isn't counted before it was there for long enough. A node that makes more than a
+    twentieth of it takes twenty times its own rate instead."""
     strikes: Count = 3
     """Poisoned vectors after which a peer is quarantined."""
     quarantine_s: PositiveSeconds = 300.0

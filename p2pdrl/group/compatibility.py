@@ -2,18 +2,20 @@
 
 Both sides compute `judge` from the same two summaries and come to mirrored verdicts, so no
 further message is needed. Averaging independently initialised policies destroys both, and
-averaging with a node that was frozen or cut off drags the swarm back: those adopt.
+averaging with a node that was frozen or cut off drags the swarm back: those adopt. What a summary says of its
+lineage's steps is a claim: a node adopts the state of another lineage only if its own counts say so too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-__all__ = ["Natural", "Short", "Summary", "Verdict", "judge", "why_adopt"]
+__all__ = ["Natural", "Short", "Summary", "Verdict", "judge", "lineage_of_most_words", "why_adopt"]
 
 MAX_VERSION_GAP = 10**9
 """No two honest nodes are this many updates apart: at 200 a second it is two months."""
@@ -71,6 +73,22 @@ def judge(mine: Summary, theirs: Summary, max_staleness: int) -> Verdict:
     if -lag > max_staleness:
         return Verdict.BE_ADOPTED
     return Verdict.MIX
+
+
+def lineage_of_most_words(words: Iterable[tuple[str, int]]) -> str:
+    """Return the lineage that stays among those that a group's members tell of, the same at all of them.
+
+    One that several members tell of goes before one that a single member tells of, whatever it says; then the
+    one with more environment steps, then the lower id. Whether a node really adopts the state of another
+    lineage it judges for itself, by what it believes of the steps (`SwarmView.adopted`).
+
+    Args:
+        words: lineage and steps, of each member; at least one.
+    """
+    told: dict[str, list[int]] = {}
+    for lineage, steps in words:
+        told.setdefault(lineage, []).append(steps)
+    return min(told, key=lambda lineage: (len(told[lineage]) < 2, -max(told[lineage]), lineage))
 
 
 def why_adopt(mine: Summary, theirs: Summary) -> str:

@@ -243,7 +243,6 @@ class JoinAdmission:
                 task=training.task,
                 task_hash=training.task_hash,
                 lineage=training.lineage,
-                lineage_steps=training.lineage_steps,
                 policy_version=training.policy_version,
                 founded_at=self.founded_at() or self._clock.wall(),
             )

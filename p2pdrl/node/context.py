@@ -11,7 +11,7 @@ from p2pdrl.membership.events import MemberView
 from p2pdrl.membership.service import MembershipService
 from p2pdrl.node.accounting.evaluations import Evaluation, EvaluationLog
 from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
-from p2pdrl.node.accounting.progress_tracker import ProgressTracker
+from p2pdrl.node.accounting.progress_tracker import LineageRank, ProgressTracker
 from p2pdrl.node.children.supervisor import LearnerSupervisor
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.inference import Inference
@@ -79,6 +79,11 @@ class NodeContext:
     def alive(self) -> dict[str, Address]:
         """Living members without ourselves, by id; suspects are left alone until they are heard of again."""
         return {member.id: Address.parse(member.address) for member in self.others_alive()}
+
+    def rank(self, lineage: str) -> LineageRank:
+        """How a lineage stands when it meets another, by what this node believes."""
+        living = [self.node_id, *(member.id for member in self.others_alive())]
+        return self.progress_tracker.rank(lineage, living)
 
     def learners(self) -> dict[str, Address]:
         """Those of them that update parameters: strategies, groups and adoptions meet nobody else."""

@@ -37,11 +37,13 @@ from p2pdrl.membership.invites import InviteLine
 from p2pdrl.membership.records import SwarmRecord
 from p2pdrl.node.accounting import metrics_gossip
 from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
+from p2pdrl.node.accounting.report_table import period_s
 from p2pdrl.node.admission import JoinAdmission
 from p2pdrl.node.background import set_within
 from p2pdrl.node.bootstrap.datadir import DataDir
 from p2pdrl.node.bootstrap.first_state import first_state, founded_at, load_checkpoint
 from p2pdrl.node.bootstrap.invited import InvitedMember, as_member
+from p2pdrl.node.bootstrap.joining import JoinInfo
 from p2pdrl.node.bootstrap.lan import LOOK_FIRST_S, LanDiscovery, fingerprint
 from p2pdrl.node.bootstrap.processors import keep_to_processors
 from p2pdrl.node.bootstrap.startup import Opened, direct, moved_to, open_node
@@ -290,6 +292,7 @@ class Node:
                 context.membership.joiner, context.address, remembers=opened.remembers, memory=memory
             )
             early = group.create_task(self._leave_if_done(), name="halt before training")
+            self._believe_history(origin.info)
             require_runnable(origin.task, self._config)  # a resumed one is of an earlier run's configuration
             training = self._make_training(origin.task)
             stack.push_async_callback(self._end_training)
@@ -297,8 +300,7 @@ class Node:
             context.learner = training.supervisor
             await training.build()
             self._admission.tell_founded(origin)  # not before: the learner may refuse the task
-            folder = Path(context.data_dir) / "checkpoints" / training.task_hash[:12]
-            store = CheckpointStore(folder, self._config.node.checkpoint.keep)
+            store = self._checkpoint_store(training)
             checkpoint = await load_checkpoint(store, context.progress_tracker, self._events)
             context.training = self._admission.training = training
             self._serve()
@@ -336,6 +338,20 @@ class Node:
         if not self._config.node.keep_running:
             self._follower.halt(reason)
             self.leave("the swarm is done")
+
+    def _believe_history(self, info: JoinInfo | None) -> None:
+        """Believe, for a while, what members say the swarm did before it took us in, if one did."""
+        context, follower = self._context, self._follower
+        if info is None:
+            return
+
+        def age_s() -> float:
+            began = follower.founded_at
+            return self._clock.wall() - (info.founded_at if began is None else began)
+
+        if context.progress_tracker.bounds is not None:
+            period = period_s(len(context.alive()) + 1)
+            context.progress_tracker.bounds.joined(self._clock.monotonic(), age_s, period)
 
     async def _follow_address(self) -> None:
         """Tell the others when this machine gets another address: another network, another lease."""
@@ -553,6 +569,7 @@ class Node:
             shards=context.shards,
             stale=self._meters.registry.unroll_staleness.observe,
             learning=lambda: context.membership.retag(tags_of((*config.roles, "learner"))),
+            outranks=self._reporter.outranks,
             before=before,
         )
         context.state = "starting"
@@ -609,7 +626,6 @@ class Node:
     def _make_gossip(self) -> MetricsGossip:
         context = self._context
         made = MetricsGossip(
-            me=context.node_id,
             transport=context.transport,
             progress_tracker=context.progress_tracker,
             clock=self._clock,
@@ -617,10 +633,15 @@ class Node:
             alive=context.alive,
             make_report=self._reporter.report,
             on_round=self._on_round,
+            refused=self._on_forged,
         )
         limit = metrics_gossip.MAX_META_BYTES
         context.transport.serve(metrics_gossip.ROUTE, made.answer, max_meta_bytes=limit)
         return made
+
+    def _checkpoint_store(self, training: Training) -> CheckpointStore:
+        folder = Path(self._context.data_dir) / "checkpoints" / training.task_hash[:12]
+        return CheckpointStore(folder, self._config.node.checkpoint.keep)
 
     def _make_checkpointer(
         self, store: CheckpointStore, training: Training, checkpoint: Checkpoint | None
@@ -660,6 +681,10 @@ class Node:
     def _donors(self) -> list[tuple[str, Address]]:
         alive = self._context.learners()
         return [(node, alive[node]) for node in self._reporter.donors() if node in alive]
+
+    def _on_forged(self, peer: str, why: str) -> None:
+        if self._context.training is not None:
+            self._context.training.swarm.strike(peer, why)
 
     # --- news -----------------------------------------------------------------------------------
 

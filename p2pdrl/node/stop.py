@@ -42,7 +42,7 @@ def judge(
     if stop.time_s and swarm_age_s >= stop.time_s:
         return StopReached("time_s", f"{swarm_age_s:.0f} of {stop.time_s:g} seconds are over")
     if evaluations is not None:
-        return _evaluated(stop, evaluations)
+        return _evaluated(stop, reports, evaluations)
     coming = any(report.state in ("joining", "starting", "fetching") for report in reports)
     training = [report for report in reports if report.state == "training" and report.trains]
     if (
@@ -60,8 +60,13 @@ def judge(
     return None
 
 
-def _evaluated(stop: StopConfig, evaluations: EvaluationLog) -> StopReached | None:
-    reached = None if stop.mean_return is None else evaluations.reached(stop.mean_return)
+def _evaluated(
+    stop: StopConfig, reports: Sequence[PeerReport], evaluations: EvaluationLog
+) -> StopReached | None:
+    if stop.mean_return is None:
+        return None
+    alone = sum(report.state == "training" and report.trains for report in reports) == 1
+    reached = evaluations.reached(stop.mean_return, alone=alone)
     if reached is None:
         return None
     means = " and ".join(f"{entry.evaluation.mean:.4g}" for entry in reached)

@@ -76,6 +76,7 @@ class NodeSwarmView:
         env_steps: tells how many this node made so far.
         observed: told how each exchange that we began has ended, and its seconds.
         rounds: each is told how a round has ended.
+        outranks: tells whether a lineage is ours, or stays when it meets ours; no state of another is taken.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class NodeSwarmView:
         env_steps: Callable[[], int],
         observed: Callable[[str, float], None],
         rounds: Sequence[Callable[[RoundReport], None]],
+        outranks: Callable[[str], bool] = lambda lineage: True,
     ) -> None:
         self._me = me
         self._quarantine_s = limits.quarantine_s
@@ -104,6 +106,7 @@ class NodeSwarmView:
         self._env_steps = env_steps
         self._observed = observed
         self._rounds = rounds
+        self._outranks = outranks
         self._steps_told = 0
         self.quarantine = Quarantine(limits.strikes, limits.quarantine_s)
 
@@ -124,8 +127,12 @@ class NodeSwarmView:
         return self._summary()
 
     def adopt(self, donor: str, lineage: str, why: str) -> None:
-        """Begin to take the state of ``donor``, or of another member of ``lineage``, in the background."""
-        self._adoptions.begin(donor, lineage, why)
+        """Begin to take the state of ``donor``, or of another member of ``lineage``, in the background.
+
+        Nothing happens where ``lineage`` is one that we wouldn't adopt by our own counts.
+        """
+        if self._outranks(lineage):
+            self._adoptions.begin(donor, lineage, why)
 
     def heal(self, why: str) -> None:
         """Begin to take the best donor's state in the background: our own is unusable."""
@@ -167,6 +174,11 @@ class NodeSwarmView:
         return steps - before
 
     async def adopted(self, donor: str, lineage: str, why: str) -> bool:
-        """Take the state of ``donor``, or of another member of ``lineage``; False when nobody gave one."""
+        """Take the state of ``donor``, or of another member of ``lineage``; False when nobody gave one.
+
+        Likewise where ``lineage`` is one that we wouldn't adopt by our own counts.
+        """
+        if not self._outranks(lineage):
+            return False
         self._adoptions.begin(donor, lineage, why)
         return await self._adoptions.ended()

@@ -297,6 +297,7 @@ class Training:
         shards: Callable[[], dict[str, Address]] = dict,
         learning: Callable[[], None] = lambda: None,
         stale: Callable[[int], None] = lambda _: None,
+        outranks: Callable[[str], bool] = lambda lineage: True,
         before: Done = NOTHING,
     ) -> None:
         self._me, self._before, self._boot = me, before, boot
@@ -355,6 +356,7 @@ class Training:
             env_steps=lambda: self.totals.env_steps,
             observed=observed,
             rounds=(self.accounting.round, rounds),
+            outranks=outranks,
         )
         self.sampler = self._make_sampler() if start.replay == "sampled" else None
         """Brings samples of a replay memory on other nodes; None where the learner has its own."""

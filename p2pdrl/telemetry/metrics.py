@@ -147,6 +147,13 @@ class Registry:
             "records_refused_total",
             "Membership and swarm records from peers that were forged or out of bounds.",
         )
+        self.facts_refused_total = total(
+            "facts_refused_total",
+            "Counts, moments and reports from peers that weren't signed by the node that they are about.",
+        )
+        self.facts_held_total = total(
+            "facts_held_total", "Counts from peers that were too great for the time that their node is there."
+        )
         self.learner_restarts_total = total("learner_restarts_total", "Times the learner was started again.")
         self.actors = gauge("actors", "Actor processes of this node that run.")
         self.actor_env_steps_total = LabelledTotal(

@@ -2,7 +2,8 @@
 
 A normaliser's statistics can't be averaged like parameters: a merge of two merges would count the shared
 past twice. So each (node, boot) keeps counters of its own samples only, which grow; peers swap those, the
-one with the greater count wins, and the sum over the table is formed anew each time it is needed.
+one with the greater count wins, and the sum over the table is formed anew each time it is needed. Each entry
+comes with a proof that its node has made it, which is opaque here.
 
 Used by the learner's normalisers (own and others' moments) and by the exchanges that carry them.
 
@@ -18,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -161,8 +163,9 @@ def _array(raw: object, shape: tuple[int, ...], elements: int) -> Float64Array:
     return np.frombuffer(raw, "<f8").reshape(shape).astype(np.float64)
 
 
-Admit = Callable[[str, int, Moments], bool]
-"""Whether a peer's entry (node, boot, moments) may be taken in."""
+Admit = Callable[[str, int, Moments, bytes, bytes], bool]
+"""Whether a peer's entry may be taken in: node, boot, moments, what is to be proven, and the proof."""
+MAX_PROOF_BYTES = 128
 Digest = list[list[object]]
 
 _MAX_BOOT = 1 << 63
@@ -178,7 +181,8 @@ class MomentsTable:
     never counts a sample twice. Where a node came back with less than peers had heard of, the greater count
     stays until the node has passed it: a lower bound of what it really saw.
 
-    An exchange sends `digest`, is answered by `delta_since`, and puts what comes.
+    An exchange sends `digest`, is answered by `delta_since`, and puts what comes. Of the owner they tell what
+    `tell_own` proved last.
 
     Args:
         owner: id of the node that keeps this table; what others say about its present boot is ignored.
@@ -192,9 +196,11 @@ class MomentsTable:
         self._owner = owner
         self._boot = boot
         self._capacity = capacity
-        self._entries: OrderedDict[str, tuple[int, Moments]] = OrderedDict()
-        """The owner's, if any, is that of its earlier boots."""
+        self._entries: OrderedDict[str, tuple[int, Moments, bytes]] = OrderedDict()
+        """Boot, moments and proof; the owner's, if any, is that of its earlier boots."""
         self._own = Moments.zeros(shape)
+        self._told: tuple[int, Moments, bytes] | None = None
+        """What the owner tells of itself."""
 
     def __len__(self) -> int:
         return len(self._now())
@@ -207,21 +213,42 @@ class MomentsTable:
         self._own = moments.copy()
         return True
 
+    def tell_own(self, prove: Callable[[bytes], bytes]) -> None:
+        """From now on tell others what the owner has seen by now, if that is more than before."""
+        entry = self._now().get(self._owner)
+        if entry is None or (self._told is not None and entry[1].count <= self._told[1].count):
+            return
+        boot, moments = entry[0], entry[1].copy()
+        self._told = (boot, moments, prove(_body(boot, moments)))
+
     def merge(self, entries: object, admit: Admit | None = None) -> int:
         """Take in what a peer's `delta_since` made, and return how much of it was news.
 
-        A broken answer changes nothing. ``admit`` says which entries may be taken in; None takes all.
+        A broken answer changes nothing. ``admit`` says which entries may be taken in, asked of what is news;
+        None takes all.
 
         Raises:
             WireError: it isn't of that form.
         """
-        checked = [
-            (*_key(row[0], row[1]), Moments.from_wire(row[2]))
-            for row in check_rows(entries, self._capacity + 1, width=3, what="moments table")
-        ]
-        for _, _, moments in checked:
-            self._check(moments)
-        return sum(self._put(*entry) for entry in checked if admit is None or admit(*entry))
+        news = 0
+        for node, boot, moments, proof in self._read(entries):
+            if self._is_news(node, boot, moments) and (
+                admit is None or admit(node, boot, moments, _body(boot, moments), proof)
+            ):
+                self._put(node, boot, moments, proof)
+                news += 1
+        return news
+
+    def counts(self, entries: object = ()) -> dict[str, float]:
+        """How many samples each node has counted, as far as held or told by what a peer made.
+
+        Raises:
+            WireError: ``entries`` aren't of that form.
+        """
+        counts = {node: entry[1].count for node, entry in self._now().items()}
+        for node, _, moments, _ in self._read(entries):
+            counts[node] = max(counts.get(node, 0.0), moments.count)
+        return counts
 
     def others(self) -> Moments:
         """Moments of all samples but those of the owner's present boot: what its learner adds to its own."""
@@ -233,10 +260,10 @@ class MomentsTable:
 
     def digest(self) -> Digest:
         """Return plain JSON types that say what is held: ``[[node, boot, count], …]``."""
-        return [[node, boot, moments.count] for node, (boot, moments) in self._now().items()]
+        return [[node, boot, moments.count] for node, (boot, moments, _) in self._tellable().items()]
 
     def delta_since(self, digest: object) -> list[list[object]]:
-        """Return what a peer with ``digest`` lacks, in msgpack types: ``[[node, boot, moments], …]``.
+        """Return what a peer with ``digest`` lacks, in msgpack types: ``[[node, boot, moments, proof], …]``.
 
         Raises:
             WireError: it isn't a digest.
@@ -249,32 +276,46 @@ class MomentsTable:
                 raise WireError("moments digest: expected counts")
             held[node] = max(held.get(node, 0), count)
         return [
-            [node, boot, moments.to_wire()]
-            for node, (boot, moments) in self._now().items()
+            [node, boot, moments.to_wire(), proof]
+            for node, (boot, moments, proof) in self._tellable().items()
             if moments.count > held.get(node, 0)
         ]
 
-    def _put(self, node: str, boot: int, moments: Moments) -> bool:
+    def _read(self, entries: object) -> list[tuple[str, int, Moments, bytes]]:
+        checked = []
+        for row in check_rows(entries, self._capacity + 1, width=4, what="moments table"):
+            if not isinstance(row[3], bytes) or len(row[3]) > MAX_PROOF_BYTES:
+                raise WireError("moments table: expected a proof")
+            checked.append((*_key(row[0], row[1]), Moments.from_wire(row[2]), row[3]))
+            self._check(checked[-1][2])
+        return checked
+
+    def _is_news(self, node: str, boot: int, moments: Moments) -> bool:
         if node == self._owner and boot >= self._boot:
             return False
         held = self._entries.get(node)
-        if moments.count <= (held[1].count if held else 0):
-            return False
-        self._entries[node] = (boot, moments)
+        return moments.count > (held[1].count if held else 0)
+
+    def _put(self, node: str, boot: int, moments: Moments, proof: bytes) -> None:
+        self._entries[node] = (boot, moments, proof)
         self._entries.move_to_end(node)
         if len(self._entries) > self._capacity:
             del self._entries[next(other for other in self._entries if other != self._owner)]
-        return True
 
-    def _now(self) -> dict[str, tuple[int, Moments]]:
+    def _tellable(self) -> dict[str, tuple[int, Moments, bytes]]:
+        """All entries with their proofs, the owner's as it was told last."""
+        told = {node: entry for node, entry in self._entries.items() if node != self._owner}
+        return told if self._told is None else {**told, self._owner: self._told}
+
+    def _now(self) -> dict[str, tuple[int, Moments, bytes]]:
         """All entries, the owner's with what it saw in this boot."""
         if self._own.count == 0:
             return self._entries
         earlier = self._entries.get(self._owner)
         whole = self._own if earlier is None else Moments.merge((earlier[1], self._own))
-        return {**self._entries, self._owner: (self._boot, whole)}
+        return {**self._entries, self._owner: (self._boot, whole, b"")}
 
-    def _sum(self, entries: dict[str, tuple[int, Moments]]) -> Moments:
+    def _sum(self, entries: dict[str, tuple[int, Moments, bytes]]) -> Moments:
         # Sorted, so that nodes with the same table get the same bits whatever the order of arrival.
         parts: Iterable[Moments] = (entries[node][1] for node in sorted(entries))
         return Moments.merge((Moments.zeros(self._shape), *parts))
@@ -284,6 +325,10 @@ class MomentsTable:
             raise WireError(
                 f"moments of shape {moments.mean.shape} don't belong to a stream of {self._shape}"
             )
+
+
+def _body(boot: int, moments: Moments) -> bytes:
+    return msgspec.msgpack.encode((boot, moments.to_wire()))
 
 
 def _key(node: object, boot: object) -> tuple[str, int]:

@@ -1,37 +1,45 @@
 """How many steps, episodes and updates the swarm has made: counters that merge and never go down.
 
-Each (node, boot) has one owner who raises its counts; everyone else keeps the greatest it has heard
-of, per field. So tables merge in any order, any number of times (a grow-only counter: Shapiro 2011,
-"A comprehensive study of convergent and commutative replicated data types", section 3.1.1).
+Each (node, boot) has one owner who raises its counts, and signs what it says of them (`facts`): a *row*.
+Others keep a node's newest row and pass it on unchanged. Views of the same node merge field by field, the
+greater counts (a grow-only counter: Shapiro 2011, "A comprehensive study of convergent and commutative
+replicated data types", section 3.1.1), so rows come in any order, any number of times.
 
 Boots would pile up for ever, so an owner *folds* its earlier ones into one ``base`` that stands for
-every boot up to ``folded_through``. When two tables meet, the further folded one leads; where the
-other one's sum over the same boots is greater (it heard of steps that a crash made the owner
-forget), that sum stays. Every figure is a lower bound of what was really done, and so is the
-greatest of several: no merge lowers a figure, and none counts a step twice.
+every boot up to ``folded_through``. When two rows meet, the further folded one leads; where the
+other one's sum over the same boots is greater (a crash made the owner forget steps that it had told),
+that sum stays, and so does the row that shows it, until the owner has learnt of it: its own rows come back to
+it, and its next one says what all of them say. Every figure is a lower bound of what was really done, and so
+is the greatest of several: no merge lowers a figure, and none counts a step twice.
 
 Called by the daemon at each status, by the digest exchange, and by the checkpoints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-__all__ = ["LARGEST", "MAX_ENTRIES", "ZERO", "CounterTable", "Counts", "CountsWire", "NodeCounts"]
+from p2pdrl.node.accounting.facts import SignedFact
+
+__all__ = ["LARGEST", "MAX_ENTRIES", "ZERO", "CounterTable", "Counts", "CountsRow", "NodeCounts"]
 
 MAX_ENTRIES = 8192
 """Bases and boots of a table, all nodes together; what others say beyond it isn't taken in."""
+MAX_BOOTS = 32
+"""Boots that a row tells apart; an owner that starts again more often than it folds folds the oldest."""
+MAX_ROWS = 4
+"""Rows of one node, each of which says something that the others don't. Honest nodes have two, for a minute
+after a crash."""
 
 LARGEST = 2**53 - 1
 """Where counting stops: the greatest integer that every JSON reader keeps exact."""
 
 Natural = Annotated[int, Meta(ge=0, le=LARGEST)]
-NodeId = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 
 
 class Counts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -70,21 +78,27 @@ ZERO = Counts()
 
 
 class NodeCounts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One node's counters as they travel and are stored."""
+    """What a node says of itself, in one lineage: the body of a row."""
 
-    node: NodeId
-    base: Counts
+    base: Counts = ZERO
     """Sum over all boots up to ``folded_through``."""
-    folded_through: Natural
+    folded_through: Natural = 0
     """The last boot that ``base`` contains; 0 when none was folded."""
-    boots: Annotated[tuple[tuple[Natural, Counts], ...], Meta(max_length=MAX_ENTRIES)]
+    boots: Annotated[tuple[tuple[Natural, Counts], ...], Meta(max_length=MAX_BOOTS)] = ()
     """Later boots with their counts, in order."""
 
+    @property
+    def newest_boot(self) -> int:
+        """The last boot that it tells of."""
+        return max((boot for boot, _ in self.boots), default=self.folded_through)
 
-class CountsWire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A whole table, or a part of it, as it travels and is stored."""
 
-    nodes: Annotated[tuple[NodeCounts, ...], Meta(max_length=MAX_ENTRIES)] = ()
+@dataclass(frozen=True, slots=True)
+class CountsRow:
+    """A row as it is held: what it says, and the fact that is passed on."""
+
+    counts: NodeCounts
+    fact: SignedFact
 
 
 @dataclass(slots=True)
@@ -92,6 +106,11 @@ class _Node:
     base: Counts = ZERO
     folded_through: int = 0
     boots: dict[int, Counts] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, said: NodeCounts) -> _Node:
+        boots = {boot: counts for boot, counts in said.boots if boot > said.folded_through}
+        return cls(said.base, said.folded_through, boots)
 
     def prefix(self, through: int) -> Counts:
         """Sum over all boots up to ``through``."""
@@ -114,30 +133,61 @@ class _Node:
             if boot > through:
                 self.boots[boot] = self.boots.get(boot, ZERO).at_least(counts)
 
-    def copy(self) -> _Node:
-        return _Node(self.base, self.folded_through, dict(self.boots))
+    @property
+    def total(self) -> Counts:
+        return sum(self.boots.values(), self.base)
+
+
+def _joined(rows: Sequence[CountsRow]) -> _Node:
+    """All that several rows of one node say; the least folded first, as those tell boots apart."""
+    node = _Node()
+    for row in sorted(rows, key=lambda row: (row.counts.folded_through, row.fact.body)):
+        node.join(_Node.of(row.counts))
+    return node
+
+
+def _with(held: Sequence[CountsRow], row: CountsRow) -> tuple[list[CountsRow], _Node]:
+    """Return the rows that are needed once another one has come, and what they say together."""
+    rows = [*held, row]
+    joined = _joined(rows)
+    for old in held:
+        without = [other for other in rows if other is not old]
+        if _joined(without) == joined:
+            rows = without
+    return rows, joined
 
 
 class CounterTable:
-    """Counters of every node ever heard of.
+    """Counters of every node ever heard of, in one lineage.
 
     Args:
-        owner: id of the node that keeps this table; what others say about its present ``boot`` is ignored.
+        owner: id of the node that keeps this table; only it counts its present ``boot``.
         max_entries: bound on bases and boots together.
     """
 
     def __init__(self, owner: str = "", boot: int = 0, *, max_entries: int = MAX_ENTRIES) -> None:
         self.refused = 0
-        """Entries that weren't taken in because the table was full."""
+        """Rows that weren't taken in because the table was full, or their node tells too many stories."""
         self._owner = owner
         self._boot = boot
         self._max_entries = max_entries
+        self._rows: dict[str, tuple[CountsRow, ...]] = {}
+        """Of each other node: as few as say all that is known, nearly always one."""
         self._nodes: dict[str, _Node] = {}
+        """What they say together, and what we did ourselves."""
         self._entries = 0
 
-    def raise_to(self, node: str, boot: int, counts: Counts) -> None:
-        """Raise the counts of one boot to at least ``counts``, field by field; a folded boot stays."""
-        self._join(node, _Node(boots={boot: counts}))
+    def raise_own(self, counts: Counts) -> None:
+        """Raise the counts of the owner's present boot to at least ``counts``, field by field."""
+        self._join_own(_Node(boots={self._boot: counts}))
+
+    def recall_own(self, said: NodeCounts) -> bool:
+        """Take in what the owner said of its earlier boots; tell whether that is news to it."""
+        if said.folded_through >= self._boot:
+            return False
+        mine = _Node.of(said)
+        mine.boots = {boot: counts for boot, counts in mine.boots.items() if boot < self._boot}
+        return self._join_own(mine)
 
     def fold_own(self) -> None:
         """Fold the owner's earlier boots into its base.
@@ -147,62 +197,78 @@ class CounterTable:
         """
         mine = self._nodes.get(self._owner)
         if mine is not None and self._boot > 0:
-            self._entries -= len(mine.boots)
             mine.fold(self._boot - 1)
-            self._entries += len(mine.boots)
 
-    def merge(self, wire: CountsWire, *, latest_boot: int | None = None) -> bool:
-        """Take in another table; return whether this one changed.
+    def own(self) -> NodeCounts:
+        """What the owner says of itself now. Of too many boots that it hasn't folded, it folds the oldest."""
+        mine = self._nodes.get(self._owner, _Node())
+        if len(mine.boots) > MAX_BOOTS:
+            mine.fold(sorted(mine.boots)[-MAX_BOOTS - 1])
+        return NodeCounts(mine.base, mine.folded_through, tuple(sorted(mine.boots.items())))
 
-        Boots beyond ``latest_boot`` (the far future) are ignored; None takes all.
+    @property
+    def own_in_this_boot(self) -> Counts:
+        """What the owner did in its present boot."""
+        mine = self._nodes.get(self._owner)
+        return ZERO if mine is None else mine.boots.get(self._boot, ZERO)
+
+    def holds(self, node: str, fact: SignedFact) -> bool:
+        """Whether that row of another node is held."""
+        return any(row.fact == fact for row in self._rows.get(node, ()))
+
+    def gain(self, node: str, said: NodeCounts) -> Counts | None:
+        """How much more a row would have us believe of another node; None if we don't need it."""
+        known = self._nodes.get(node, _Node())
+        held = self._rows.get(node, ())
+        rows, joined = _with(held, CountsRow(said, _UNSIGNED))
+        return None if joined == known and len(rows) >= len(held) else joined.total - known.total
+
+    def put(self, node: str, row: CountsRow) -> bool:
+        """Take in a row of another node, whose signature was checked; tell whether we needed it.
+
+        That is if it says anything new, or says alone what took several.
         """
-        changed = False
-        for entry in wire.nodes:
-            if latest_boot is not None and entry.folded_through > latest_boot:
-                continue
-            boots = {boot: counts for boot, counts in entry.boots if boot > entry.folded_through}
-            if latest_boot is not None:
-                boots = {boot: counts for boot, counts in boots.items() if boot <= latest_boot}
-            if entry.node == self._owner:
-                if entry.folded_through >= self._boot:
-                    continue
-                boots = {boot: counts for boot, counts in boots.items() if boot < self._boot}
-            changed |= self._join(entry.node, _Node(entry.base, entry.folded_through, boots))
-        return changed
+        held = self._rows.get(node, ())
+        rows, joined = _with(held, row)
+        needed = joined != self._nodes.get(node, _Node()) or len(rows) < len(held)
+        if node == self._owner or not needed:
+            return False
+        growth = sum(1 + len(one.counts.boots) for one in rows)
+        growth -= sum(1 + len(one.counts.boots) for one in held)
+        if len(rows) > MAX_ROWS or (growth > 0 and self._entries + growth > self._max_entries):
+            self.refused += 1
+            return False
+        self._rows[node], self._nodes[node] = tuple(rows), joined
+        self._entries += growth
+        return True
 
-    def to_wire(self, nodes: Iterable[str] | None = None) -> CountsWire:
-        """Return the table, or the part about ``nodes``, in an order that depends on its content only."""
-        wanted = self._nodes.keys() if nodes is None else self._nodes.keys() & set(nodes)
-        return CountsWire(
-            tuple(
-                NodeCounts(name, node.base, node.folded_through, tuple(sorted(node.boots.items())))
-                for name, node in ((name, self._nodes[name]) for name in sorted(wanted))
-            )
-        )
+    def facts(self) -> dict[str, list[SignedFact]]:
+        """Return all rows of the other nodes, by node."""
+        return {node: [row.fact for row in rows] for node, rows in self._rows.items()}
 
     def of_node(self, node: str) -> Counts:
         """All that one node has done, over all its boots."""
         entry = self._nodes.get(node)
-        return ZERO if entry is None else sum(entry.boots.values(), entry.base)
+        return ZERO if entry is None else entry.total
 
     def total(self) -> Counts:
         """All that the swarm has done."""
-        return sum((self.of_node(node) for node in self._nodes), ZERO)
+        return sum((node.total for node in self._nodes.values()), ZERO)
+
+    def nodes(self) -> list[str]:
+        """Ids of all nodes that it counts for."""
+        return list(self._nodes)
 
     def __len__(self) -> int:
-        """Bases and boots held."""
+        """Bases and boots held in rows of others."""
         return self._entries
 
-    def _join(self, name: str, theirs: _Node) -> bool:
-        mine = self._nodes.get(name)
-        joined = _Node() if mine is None else mine.copy()
-        joined.join(theirs)
-        if joined == mine:
-            return False
-        growth = len(joined.boots) - (-1 if mine is None else len(mine.boots))
-        if growth > 0 and name != self._owner and self._entries + growth > self._max_entries:
-            self.refused += 1
-            return False
-        self._nodes[name] = joined
-        self._entries += growth
-        return True
+    def _join_own(self, theirs: _Node) -> bool:
+        before = self._nodes.get(self._owner, _Node())
+        mine = _Node(before.base, before.folded_through, dict(before.boots))
+        mine.join(theirs)
+        self._nodes[self._owner] = mine
+        return mine != before
+
+
+_UNSIGNED = SignedFact(bytes(32), b"", b"")

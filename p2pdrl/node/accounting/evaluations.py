@@ -5,7 +5,7 @@ that it holds then; the nodes take turns by their ids. What it found rides in it
 the whole curve and judges alike.
 
 An evaluation that reaches the goal is confirmed by the next node at once, on other episodes: one good
-sample among many doesn't end a run.
+sample among many doesn't end a run, and neither does what one node alone says.
 """
 
 from __future__ import annotations
@@ -122,19 +122,28 @@ class EvaluationLog:
         self._fall = self._judge()  # here and not where it is asked: that is every second
         return True
 
-    def reached(self, goal: float) -> tuple[Entry, Entry] | None:
-        """Return the last two evaluations if both reach the goal."""
-        if len(self._entries) < 2:
-            return None
-        before, last = self._entries[-2:]
-        return (before, last) if min(before.evaluation.mean, last.evaluation.mean) >= goal else None
+    def reached(self, goal: float, *, alone: bool = False) -> tuple[Entry, Entry] | None:
+        """Return two evaluations of different nodes if they, and all since, reach the goal.
 
-    def unconfirmed(self, goal: float | None) -> Entry | None:
-        """Return the newest evaluation if it reaches the goal and the one before it doesn't."""
+        Args:
+            alone: whether a single node trains: its last two are enough then.
+        """
+        newest = self.newest
+        if newest is None or newest.evaluation.mean < goal:
+            return None
+        for entry in reversed(self._entries[:-1]):
+            if entry.evaluation.mean < goal:
+                return None
+            if alone or entry.node != newest.node:
+                return entry, newest
+        return None
+
+    def unconfirmed(self, goal: float | None, *, alone: bool = False) -> Entry | None:
+        """Return the newest evaluation if it reaches the goal and isn't confirmed: see `reached`."""
         newest = self.newest
         if goal is None or newest is None or newest.evaluation.mean < goal:
             return None
-        return newest if self.reached(goal) is None else None
+        return newest if self.reached(goal, alone=alone) is None else None
 
     def fall(self) -> Fall | None:
         """Tell whether the curve has fallen for long: see `Fall`."""
@@ -211,7 +220,7 @@ class Turns:
         self._mark = max(mark, before)
         if self._me not in order:
             return False
-        unconfirmed = log.unconfirmed(goal)
+        unconfirmed = log.unconfirmed(goal, alone=len(order) == 1)
         if unconfirmed is not None:
             after = bisect.bisect_right(order, unconfirmed.node) % len(order)
             if order[after] == self._me and env_steps > unconfirmed.evaluation.env_steps:

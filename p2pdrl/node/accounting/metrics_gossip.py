@@ -1,4 +1,7 @@
-"""Spreads each node's report, everybody's counts and moments, by push-pull gossip of bounded size."""
+"""Spreads each node's report, everybody's counts and moments, by push-pull gossip of bounded size.
+
+All of them are signed by the node that they are about; who passes on what isn't is told of (`refused`).
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ import msgspec
 
 from p2pdrl.clock import Clock
 from p2pdrl.errors import TransportError, WireError
-from p2pdrl.node.accounting.counters import Counts, CountsWire, NodeCounts
-from p2pdrl.node.accounting.progress_tracker import ProgressTracker
-from p2pdrl.node.accounting.report_table import FAN_OUT, PeerReport, ReportTable, period_s
+from p2pdrl.node.accounting.facts import ForgedFactError
+from p2pdrl.node.accounting.progress_tracker import LineageFacts, ProgressTracker
+from p2pdrl.node.accounting.report_table import FAN_OUT, PeerReport, ReportRow, ReportTable, period_s
 from p2pdrl.transport.codec import decode
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
 
-__all__ = ["MAX_META_BYTES", "ROUTE", "GossipBudget", "MetricsGossip", "by_table", "rows_of"]
+__all__ = ["MAX_META_BYTES", "ROUTE", "GossipBudget", "MetricsGossip", "by_table"]
 
 ROUTE = "metrics"
 MAX_META_BYTES = 1 << 20
@@ -26,7 +29,6 @@ REPORTS = 12
 DEADLINE_S = 2.0
 BOOT_AHEAD_MS = 600_000
 """A boot id further in the future isn't believed."""
-BOOTS_A_ROW = 64
 
 T = TypeVar("T")
 
@@ -63,38 +65,12 @@ class GossipBudget:
         return taken
 
 
-CountRows = list[tuple[str, NodeCounts]]
-
-
-def rows_of(counts: dict[str, CountsWire]) -> tuple[CountRows, CountRows]:
-    """Return counts as short rows (lineage, node's counts): each node's newest boots, and what remains.
-
-    A node's counters may be told in parts: each part says of its boots what the whole says.
-    """
-    newest: CountRows = []
-    older: CountRows = []
-    for lineage, wire in counts.items():
-        for node in wire.nodes:
-            if len(node.boots) <= BOOTS_A_ROW:
-                newest.append((lineage, node))
-                continue
-            newest.append((lineage, _part(node, node.boots[-BOOTS_A_ROW:])))
-            earlier = node.boots[:-BOOTS_A_ROW]
-            for at in range(0, len(earlier), BOOTS_A_ROW):
-                older.append((lineage, _part(node, earlier[at : at + BOOTS_A_ROW])))
-    return newest, older
-
-
 def by_table(rows: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
     """Group rows by their table."""
     tables: dict[str, list[T]] = {}
     for table, row in rows:
         tables.setdefault(table, []).append(row)
     return tables
-
-
-def _part(node: NodeCounts, boots: tuple[tuple[int, Counts], ...]) -> NodeCounts:
-    return msgspec.structs.replace(node, boots=boots)
 
 
 def _nbytes(row: object) -> int:
@@ -104,21 +80,25 @@ def _nbytes(row: object) -> int:
 class MetricsExchange(msgspec.Struct, frozen=True):
     """One side's part of a round."""
 
-    reports: list[PeerReport]
-    counts: dict[str, CountsWire]
-    """By lineage: some 60 bytes for every node ever heard of, at a period that grows with them."""
+    reports: list[ReportRow]
+    counts: LineageFacts
+    """Some 150 bytes for every node ever heard of and lineage, at a period that grows with them."""
     moments: dict[str, list[object]]
     holds: dict[str, object]
     """Which moments the sender holds, so that the answer brings only newer ones."""
 
 
 class MetricsGossip:
-    """The table of reports and the loop that spreads it; ``on_round`` is called after each round of ours."""
+    """The table of reports and the loop that spreads it.
+
+    Args:
+        on_round: called after each round of ours.
+        refused: told who passed on what isn't signed by the node that it is about, and what that was.
+    """
 
     def __init__(
         self,
         *,
-        me: str,
         transport: Transport,
         progress_tracker: ProgressTracker,
         clock: Clock,
@@ -126,6 +106,7 @@ class MetricsGossip:
         alive: Callable[[], dict[str, Address]],
         make_report: Callable[[], PeerReport],
         on_round: Callable[[], None],
+        refused: Callable[[str, str], None] = lambda peer, why: None,
     ) -> None:
         self._transport = transport
         self._progress_tracker = progress_tracker
@@ -134,11 +115,12 @@ class MetricsGossip:
         self._alive = alive
         self._make_report = make_report
         self._on_round = on_round
-        self._me = me
+        self._refused = refused
+        self._me = progress_tracker.signer.node_id
         self._counts_budget = GossipBudget()
         self._moments_budget = GossipBudget()
         self._holds_budget = GossipBudget()
-        self.table = ReportTable(me)
+        self.table = ReportTable(progress_tracker.signer)
 
     async def run(self) -> None:
         """Gossip for ever."""
@@ -152,9 +134,11 @@ class MetricsGossip:
             await asyncio.sleep(seconds * self._rng.uniform(0.9, 1.1))
 
     def refresh(self) -> PeerReport:
-        """Put our own newest report into the table; return it."""
-        report = self._make_report()
-        self.table.put(report, self._clock.monotonic())
+        """Sign what is so of ourselves by now, and put our own newest report into the table; return it."""
+        report, now_s = self._make_report(), self._clock.monotonic()
+        self.table.put(report, now_s)
+        self._progress_tracker.sign()
+        self._look(now_s)
         return report
 
     async def tell(self, peer: str, address: Address) -> bool:
@@ -162,44 +146,69 @@ class MetricsGossip:
         meta = msgspec.msgpack.encode(self._compose(None))
         try:
             answer = await self._transport.call(address, peer, ROUTE, meta, deadline_s=DEADLINE_S)
-            self._merge(answer.meta)
+            self._merge(answer.meta, peer)
         except TransportError:
             return False
         return True
 
     async def answer(self, incoming: Incoming) -> Reply:
-        """Serve a peer's round."""
+        """Serve a peer's round.
+
+        Raises:
+            Refusal: it can't be read (400), or holds what isn't signed by whom it is about (403).
+        """
         try:
-            said = self._compose(self._merge(incoming.meta).holds)
+            said = self._compose(self._merge(incoming.meta, incoming.sender).holds)
+        except ForgedFactError as error:
+            raise Refusal(403, str(error)) from error
         except WireError as error:
             raise Refusal(400, str(error)) from error
         return Reply(msgspec.msgpack.encode(said))
 
     def _compose(self, peer_holds: dict[str, object] | None) -> MetricsExchange:
         reports = self.table.outgoing(self._clock.monotonic(), REPORTS)
-        room = MESSAGE_BYTES - len(msgspec.msgpack.encode(reports))
-        first = {report.id: place for place, report in enumerate(reports, 1)} | {self._me: 0}
+        rows = [row for _, row in reports]
+        room = MESSAGE_BYTES - len(msgspec.msgpack.encode(rows))
+        first = {node: place for place, (node, _) in enumerate(reports, 1)} | {self._me: 0}
         counts = self._counts(first, room // 3)
         holds = _share(self._holds_budget, self._progress_tracker.moments_digest(), first, room // 3)
         room -= len(msgspec.msgpack.encode((counts, holds)))
         lacks = {} if peer_holds is None else self._progress_tracker.moments_since(peer_holds)
         moments = _share(self._moments_budget, lacks, first, room)
-        return MetricsExchange(reports=reports, counts=counts, moments=moments, holds=dict(holds))
+        return MetricsExchange(reports=rows, counts=counts, moments=moments, holds=dict(holds))
 
-    def _counts(self, first: dict[str, int], room: int) -> dict[str, CountsWire]:
-        newest, older = rows_of(self._progress_tracker.counts())
-        ahead = sorted((row for row in newest if row[1].node in first), key=lambda row: first[row[1].node])
-        others = [row for row in newest if row[1].node not in first]
-        rows = by_table(self._counts_budget.take(ahead, others + older, room))
-        return {lineage: CountsWire(tuple(nodes)) for lineage, nodes in rows.items()}
+    def _counts(self, first: dict[str, int], room: int) -> LineageFacts:
+        rows = [
+            (lineage, node, fact)
+            for lineage, by_node in self._progress_tracker.facts().items()
+            for node, facts in by_node.items()
+            for fact in facts
+        ]
+        ahead = sorted((row for row in rows if row[1] in first), key=lambda row: first[row[1]])
+        others = [row for row in rows if row[1] not in first]
+        taken = self._counts_budget.take(ahead, others, room)
+        return by_table((lineage, fact) for lineage, _, fact in taken)
 
-    def _merge(self, meta: bytes) -> MetricsExchange:
+    def _merge(self, meta: bytes, peer: str) -> MetricsExchange:
         heard: MetricsExchange = decode(meta, MetricsExchange, "metrics gossip")
+        now_s = self._clock.monotonic()
         latest_boot = int(self._clock.wall() * 1000) + BOOT_AHEAD_MS
-        self.table.merge(heard.reports, self._clock.monotonic(), latest_boot=latest_boot)
-        self._progress_tracker.merge_counts(heard.counts, latest_boot=latest_boot)
-        self._progress_tracker.merge_moments(heard.moments, latest_boot=latest_boot)
+        self._look(now_s)
+        tracker = self._progress_tracker
+        try:
+            self.table.merge(heard.reports, now_s, latest_boot=latest_boot)
+            tracker.merge_counts(heard.counts, teller=peer, now_s=now_s, latest_boot=latest_boot)
+            tracker.merge_moments(heard.moments, latest_boot=latest_boot)
+        except ForgedFactError as error:
+            self._refused(peer, str(error))
+            raise
         return heard
+
+    def _look(self, now_s: float) -> None:
+        bounds = self._progress_tracker.bounds
+        if bounds is not None:
+            bounds.made(self._progress_tracker.made(), now_s)
+            bounds.look(self._alive(), now_s)
 
 
 def _share(

@@ -9,17 +9,22 @@ Called by `training` (our own counts), `metrics_gossip` (others') and `checkpoin
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from p2pdrl.errors import WireError
-from p2pdrl.node.accounting.counters import ZERO, CounterTable, Counts, CountsWire
+from p2pdrl.node.accounting.claims import ClaimBounds
+from p2pdrl.node.accounting.counters import ZERO, CounterTable, Counts, CountsRow, NodeCounts
+from p2pdrl.node.accounting.facts import FactSigner, ForgedFactError, SignedFact
 from p2pdrl.tensors.moments import Moments, MomentsTable
 from p2pdrl.tensors.sidecar import SidecarLayout
 from p2pdrl.transport.codec import decode
 
-__all__ = ["LineageCounts", "ProgressTracker"]
+__all__ = ["LineageFacts", "LineageRank", "ProgressTracker"]
 
 MAX_LINEAGES = 64
 MAX_NAME_CHARS = 64
@@ -27,30 +32,68 @@ MAX_STREAMS = 8
 SAMPLES_PER_STEP = 2
 """A normaliser counts one sample a step; a learner that was killed may have counted more than it told."""
 
-LineageCounts = dict[str, CountsWire]
+SUBSTANTIAL = 0.05
+"""A member's steps are a word for its lineage if they are this part of the greatest one's: a node that has
+only just come to it shows nothing."""
+
+
+@functools.total_ordering
+@dataclass(frozen=True, slots=True)
+class LineageRank:
+    """What decides between lineages: the word of several living members, then steps, then the lower id.
+
+    So no member alone makes those adopt its state who train together, whatever it says it has done.
+    """
+
+    several: bool
+    env_steps: int
+    lineage: str
+
+    def __lt__(self, other: object) -> bool:
+        if not isinstance(other, LineageRank):
+            return NotImplemented
+        mine, theirs = ((rank.several, rank.env_steps) for rank in (self, other))
+        return mine < theirs or (mine == theirs and self.lineage > other.lineage)
+
+
+LineageFacts = dict[str, list[SignedFact]]
+"""Counts by lineage, of each node in its own words."""
 
 
 class ProgressTracker:
-    """Counts and moments, as far as known to this node."""
+    """Counts and moments, as far as known to this node.
 
-    def __init__(self, me: str, boot: int) -> None:
-        self._me = me
+    Args:
+        signer: of this node's facts.
+        bounds: what others say is believed within; None believes all that is signed.
+    """
+
+    def __init__(self, signer: FactSigner, boot: int, bounds: ClaimBounds | None = None) -> None:
+        self.signer = signer
+        self._me = signer.node_id
         self._boot = boot
+        self.bounds = bounds
         self._lineages: dict[str, CounterTable] = {}
+        self._said: dict[str, tuple[NodeCounts, SignedFact]] = {}
+        """What we said of ourselves last, by lineage."""
         self._elsewhere = ZERO
         self._lineage = ""
         self._moments: dict[str, MomentsTable] = {}
+
+    def scratch(self) -> ProgressTracker:
+        """An empty one of this node, to try with whether something can be read."""
+        return ProgressTracker(self.signer, self._boot)
 
     def follow(self, lineage: str) -> None:
         """From now on our own counts belong to ``lineage``."""
         self._lineage = lineage
         self._table(lineage)
         others = (table for name, table in self._lineages.items() if name != lineage)
-        self._elsewhere = sum((self._of_this_boot(table) for table in others), ZERO)
+        self._elsewhere = sum((table.own_in_this_boot for table in others), ZERO)
 
     def credit(self, totals: Counts) -> None:
         """Raise our own counts of this boot to ``totals``."""
-        self._table(self._lineage).raise_to(self._me, self._boot, totals - self._elsewhere)
+        self._table(self._lineage).raise_own(totals - self._elsewhere)
 
     def fold_own(self) -> None:
         """Fold our earlier boots, once peers have had time to tell what they know of them."""
@@ -58,9 +101,24 @@ class ProgressTracker:
             table.fold_own()
 
     def steps(self, lineage: str) -> int:
-        """Environment steps made within ``lineage``."""
+        """Environment steps made within ``lineage``, as far as believed."""
         table = self._lineages.get(lineage)
         return 0 if table is None else table.total().env_steps
+
+    def steps_of(self, lineage: str, node: str) -> int:
+        """Environment steps that one node has made within ``lineage``, as far as believed."""
+        table = self._lineages.get(lineage)
+        return 0 if table is None else table.of_node(node).env_steps
+
+    def rank(self, lineage: str, living: Iterable[str]) -> LineageRank:
+        """How a lineage stands when it meets another: the greater one stays.
+
+        Args:
+            living: members that live now, ourselves included.
+        """
+        parts = [self.steps_of(lineage, node) for node in living]
+        least = SUBSTANTIAL * max(parts, default=0)
+        return LineageRank(sum(0 < part >= least for part in parts) >= 2, self.steps(lineage), lineage)
 
     def total(self) -> Counts:
         """All that the swarm has done."""
@@ -70,27 +128,110 @@ class ProgressTracker:
         """All that one node has done, over all its boots and lineages."""
         return sum((table.of_node(node) for table in self._lineages.values()), ZERO)
 
-    def counts(self) -> LineageCounts:
-        """Return all counts, to be sent or saved; a lineage in which nothing was done is left out."""
+    def made(self) -> int:
+        """Environment steps that this node has made in this boot, in all lineages."""
+        return sum(table.own_in_this_boot.env_steps for table in self._lineages.values())
+
+    def sign(self) -> None:
+        """Say of ourselves what is so by now. Others hear nothing newer until the next call."""
+        for lineage, table in self._lineages.items():
+            counts = table.own()
+            if counts == NodeCounts() or (lineage in self._said and self._said[lineage][0] == counts):
+                continue
+            fact = self.signer.sign("counts", lineage, msgspec.msgpack.encode(counts))
+            self._said[lineage] = (counts, fact)
+        for name, moments in self._moments.items():
+            moments.tell_own(functools.partial(self._prove, name))
+
+    def facts(self) -> dict[str, dict[str, list[SignedFact]]]:
+        """Return the counts of all nodes, by lineage and node, to be sent or saved: ours as of `sign`."""
+        found = {lineage: table.facts() for lineage, table in self._lineages.items()}
+        for lineage, (_, fact) in self._said.items():
+            if lineage in found:
+                found[lineage][self._me] = [fact]
+        return {lineage: by_node for lineage, by_node in found.items() if by_node}
+
+    def counts(self) -> LineageFacts:
+        """Return the same by lineage."""
         return {
-            lineage: table.to_wire() for lineage, table in self._lineages.items() if table.total() != ZERO
+            lineage: [fact for node in sorted(by_node) for fact in by_node[node]]
+            for lineage, by_node in self.facts().items()
         }
 
-    def merge_counts(self, counts: LineageCounts, *, latest_boot: int | None = None) -> None:
+    def merge_counts(
+        self,
+        counts: LineageFacts,
+        *,
+        teller: str | None = None,
+        now_s: float = 0.0,
+        latest_boot: int | None = None,
+    ) -> None:
         """Take in what a peer sent or a checkpoint held.
 
         Of lineages that we don't know yet, those in which nothing was done are passed over. When there
         is no room, a lineage makes room for one with more steps, unless it is or was our own.
 
-        Boots beyond ``latest_boot`` (the far future) are ignored; None takes all.
+        Args:
+            teller: the peer, by which claims are bounded; None for our own disk.
+            now_s: monotonic time.
+            latest_boot: rows that tell of later boots (the far future) are passed over; None takes all.
+
+        Raises:
+            ForgedFactError: a row isn't signed by its node; what came before it is taken in.
+            WireError: a row can't be read.
         """
-        for lineage, wire in counts.items():
+        for lineage, facts in counts.items():
+            if len(lineage) > MAX_NAME_CHARS:
+                continue
             known = self._lineages.get(lineage)
             table = CounterTable(self._me, self._boot) if known is None else known
-            table.merge(wire, latest_boot=latest_boot)
-            fits = len(lineage) <= MAX_NAME_CHARS and table.total() != ZERO
-            if known is None and fits and self._make_room(table.total().env_steps):
+            for fact in facts:
+                row = self._news(table, lineage, fact, latest_boot)
+                if row is not None and self._believed(table, lineage, row, teller, now_s):
+                    table.put(fact.node, row)
+            fits = known is None and table.total() != ZERO
+            if fits and self._make_room(table.total().env_steps):
                 self._lineages[lineage] = table
+
+    def _news(
+        self, table: CounterTable, lineage: str, fact: SignedFact, latest_boot: int | None
+    ) -> CountsRow | None:
+        """Return a row of another node if it says anything new, and its signature is good."""
+        node = fact.node
+        if table.holds(node, fact) or (lineage in self._said and self._said[lineage][1] == fact):
+            return None
+        said: NodeCounts = decode(fact.body, NodeCounts, "counts of a node")
+        if node == self._me:
+            self.signer.check("counts", lineage, fact)
+            table.recall_own(said)
+            return None
+        if latest_boot is not None and said.newest_boot > latest_boot:
+            return None
+        if table.gain(node, said) is None:
+            return None
+        self.signer.check("counts", lineage, fact)
+        return CountsRow(said, fact)
+
+    def _believed(
+        self, table: CounterTable, lineage: str, row: CountsRow, teller: str | None, now_s: float
+    ) -> bool:
+        node = row.fact.node
+        gain = table.gain(node, row.counts)
+        if teller is None or self.bounds is None or gain is None:
+            return True
+        total = table.of_node(node) + gain
+        return self.bounds.admit(
+            (lineage, node),
+            node,
+            total=max(total.env_steps, total.episodes, total.updates),
+            gain=max(gain.env_steps, gain.episodes, gain.updates),
+            teller=teller,
+            now_s=now_s,
+        )
+
+    def recall_unsigned(self, lineage: str, said: NodeCounts) -> None:
+        """Take in what a checkpoint of an earlier release holds of ourselves, without a signature."""
+        self._table(lineage).recall_own(said)
 
     def open_streams(self, sidecar: SidecarLayout) -> None:
         """Make room for the moments of the learner's normalisers, so that peers' are taken in at once.
@@ -125,53 +266,93 @@ class ProgressTracker:
         """Say which moments we hold, so that a peer sends only newer ones."""
         return {name: table.digest() for name, table in self._moments.items()}
 
-    def moments_since(self, digest: dict[str, object]) -> dict[str, list[object]]:
-        """Return the entries that a peer with ``digest`` lacks.
+    def moments_since(self, digest: dict[str, object]) -> dict[str, list[list[object]]]:
+        """Return the signed entries that a peer with ``digest`` lacks; ours as of `sign`.
 
         Raises:
             WireError: if the digest can't be read.
         """
-        return {name: [*table.delta_since(digest.get(name, []))] for name, table in self._moments.items()}
+        return {name: table.delta_since(digest.get(name, [])) for name, table in self._moments.items()}
 
     def merge_moments(self, entries: dict[str, list[object]], *, latest_boot: int | None = None) -> int:
         """Take in a peer's entries of the streams that we have; return how many were new.
 
         Cumulative moments never forget, so an entry is put aside (it may come again) unless it is
-        plausible in size and counts no more samples than the swarm's environment steps, as far as
-        known, allow: a learner counts those of other nodes' actors, too. Merge the counts of the same
-        message first.
+        plausible in size and counts no more samples than that node can have seen: those of its own steps,
+        and of the steps of others who haven't counted them themselves, as a learner counts what other
+        nodes' actors make. Merge the counts of the same message first.
 
         Boots beyond ``latest_boot`` are ignored.
 
         Raises:
+            ForgedFactError: an entry isn't signed by its node; what came before it is taken in.
             WireError: if they can't be read or are of another shape.
         """
-        bound = SAMPLES_PER_STEP * self.total().env_steps
-
-        def admit(_node: str, boot: int, moments: Moments) -> bool:
-            in_time = latest_boot is None or boot <= latest_boot
-            return in_time and moments.count <= bound and moments.plausible
-
-        tables = self._moments
-        return sum(tables[name].merge(rows, admit) for name, rows in entries.items() if name in tables)
+        return sum(
+            self._merge_stream(name, rows, latest_boot)
+            for name, rows in entries.items()
+            if name in self._moments
+        )
 
     def restore_moments(self, entries: dict[str, list[object]]) -> None:
         """Take back what a checkpoint held; streams that we don't have yet are made.
+
+        Of rows without a valid signature only our own are taken.
 
         Raises:
             WireError: if the entries can't be read.
         """
         for name, rows in entries.items():
             for row in rows:
-                if not isinstance(row, list | tuple) or len(row) != 3:
-                    raise WireError("moments of a checkpoint: expected node, boot, moments")
+                if not isinstance(row, list | tuple) or len(row) not in (3, 4):
+                    raise WireError("moments of a checkpoint: expected node, boot, moments and their proof")
                 self._stream(name, Moments.from_wire(row[2]).mean.shape)
-            if rows:
-                self._moments[name].merge(rows)
+            whole = [[*row, b""] if len(row) == 3 else row for row in rows if isinstance(row, list | tuple)]
+            if whole:
 
-    def _of_this_boot(self, table: CounterTable) -> Counts:
-        wire = table.to_wire([self._me])
-        return dict(wire.nodes[0].boots).get(self._boot, ZERO) if wire.nodes else ZERO
+                def admit(node: str, _boot: int, _moments: Moments, body: bytes, proof: bytes) -> bool:
+                    try:
+                        self._check_moments(name, node, body, proof)  # noqa: B023 (called at once)
+                    except ForgedFactError:
+                        return node == self._me
+                    return True
+
+                self._moments[name].merge(whole, admit)
+
+    def _merge_stream(self, name: str, rows: list[object], latest_boot: int | None) -> int:
+        table = self._moments[name]
+        counted, made = table.counts(rows), self._steps_by_node()
+        left = {node: max(0.0, steps - counted.get(node, 0.0)) for node, steps in made.items()}
+        all_left = sum(left.values())
+
+        def admit(node: str, boot: int, moments: Moments, body: bytes, proof: bytes) -> bool:
+            if (latest_boot is not None and boot > latest_boot) or not moments.plausible:
+                return False
+            seen = made.get(node, 0) + all_left - left.get(node, 0.0)
+            if node != self._me and moments.count > SAMPLES_PER_STEP * seen:
+                return False
+            self._check_moments(name, node, body, proof)
+            return True
+
+        return table.merge(rows, admit)
+
+    def _steps_by_node(self) -> dict[str, int]:
+        made: dict[str, int] = {}
+        for table in self._lineages.values():
+            for node in table.nodes():
+                made[node] = made.get(node, 0) + table.of_node(node).env_steps
+        return made
+
+    def _prove(self, stream: str, body: bytes) -> bytes:
+        fact = self.signer.sign("moments", stream, body)
+        return fact.public_key + fact.signature
+
+    def _check_moments(self, stream: str, node: str, body: bytes, proof: bytes) -> None:
+        fact = SignedFact(proof[:32], body, proof[32:])
+        if len(proof) < 32 or fact.node != node:
+            self.signer.forged += 1
+            raise ForgedFactError(f"moments in the name of {node[:8]} aren't signed by it")
+        self.signer.check("moments", stream, fact)
 
     def _make_room(self, env_steps: int) -> bool:
         """Whether there is room for a lineage of so many steps, if need be by dropping a smaller one."""

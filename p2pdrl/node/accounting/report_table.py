@@ -1,5 +1,7 @@
 """What each node tells about itself, spread by gossip: the newest report of every node, everywhere.
 
+Each is signed by its node, and passed on as it is.
+
 Metrics travel apart from membership records. Each period a node sends a bounded list of reports to
 `FAN_OUT` random peers and takes in theirs (anti-entropy, push-pull: Demers 1987, "Epidemic
 algorithms for replicated database maintenance"), so news reaches all of N nodes in O(log N) periods;
@@ -20,11 +22,14 @@ from msgspec import Meta
 
 from p2pdrl.errors import WireError
 from p2pdrl.node.accounting.evaluations import Evaluation
+from p2pdrl.node.accounting.facts import FactSigner, ForgedFactError, SignedFact
+from p2pdrl.transport.codec import decode
 
 __all__ = [
     "FAN_OUT",
     "MAX_REPORTS",
     "PeerReport",
+    "ReportRow",
     "ReportTable",
     "period_s",
 ]
@@ -97,8 +102,6 @@ class PeerReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Of a pipeline: ``2/3`` for the second of three; empty for none."""
     bubble: NonNegative | None = None
     """Part of its time that such a learner waited for its neighbours."""
-    age_s: NonNegative = 0.0
-    """How old the report was when this copy of it was sent; zero at its origin."""
     evaluations: Annotated[tuple[Evaluation, ...], Meta(max_length=2)] = ()
     """The last ones that the node made, the newest last."""
     acts: bool = False
@@ -113,9 +116,19 @@ class PeerReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return self.state == "training" and (works or bool(self.stage))
 
 
+class ReportRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A report on its way."""
+
+    age_s: NonNegative
+    """How old it was when this copy of it was sent; zero at its origin. A member's word."""
+    fact: SignedFact
+    """A `PeerReport`."""
+
+
 @dataclass(slots=True)
 class _Held:
     report: PeerReport
+    fact: SignedFact
     made_s: float
     """When the report was made, on this node's monotonic clock."""
     changed: int
@@ -127,10 +140,15 @@ class _Held:
 
 
 class ReportTable:
-    """The newest report of every node; at ``capacity`` the one that was silent longest makes room."""
+    """The newest report of every node; at ``capacity`` the one that was silent longest makes room.
 
-    def __init__(self, me: str, *, capacity: int = MAX_REPORTS) -> None:
-        self._me = me
+    Args:
+        signer: of our own reports.
+    """
+
+    def __init__(self, signer: FactSigner, *, capacity: int = MAX_REPORTS) -> None:
+        self._signer = signer
+        self._me = signer.node_id
         self._capacity = capacity
         self._held: dict[str, _Held] = {}
         self._order = itertools.count()
@@ -142,10 +160,11 @@ class ReportTable:
         """
         unknown = dict.fromkeys(name for name in _bad_numbers(report) if name in _NUMBERS)
         zero = {name: 0.0 for name in unknown if name not in _MAY_BE_UNKNOWN}
-        self._keep(msgspec.structs.replace(report, **{**unknown, **zero}), now)
+        report = msgspec.structs.replace(report, **{**unknown, **zero})
+        self._keep(report, self._signer.sign("report", "", msgspec.msgpack.encode(report)), now)
 
-    def outgoing(self, now: float, limit: int = 32) -> list[PeerReport]:
-        """Return what to tell a peer next: at most ``limit`` reports, this node's own first.
+    def outgoing(self, now: float, limit: int = 32) -> list[tuple[str, ReportRow]]:
+        """Return what to tell a peer next: at most ``limit`` reports by node, this node's own first.
 
         Half of the others are those that changed last and weren't passed on yet; the rest are those
         that were passed on longest ago, so that in time everything gets around.
@@ -161,32 +180,39 @@ class ReportTable:
         for held in chosen:
             held.sent, held.fresh = next(self._order), False
         return [
-            msgspec.structs.replace(held.report, age_s=max(0.0, now - held.made_s)) for held in chosen[:limit]
+            (held.report.id, ReportRow(max(0.0, now - held.made_s), held.fact)) for held in chosen[:limit]
         ]
 
-    def merge(
-        self, reports: Iterable[PeerReport], now: float, *, latest_boot: int | None = None
-    ) -> list[str]:
+    def merge(self, rows: Iterable[ReportRow], now: float, *, latest_boot: int | None = None) -> list[str]:
         """Take in a peer's reports, each if it is newer than the one held; return the ids that changed.
 
         Reports of boots beyond ``latest_boot`` (the far future) are ignored; None takes all.
 
         Raises:
-            WireError: a report holds a number that isn't finite; none is taken in then.
+            ForgedFactError: a report isn't signed by its node; none is taken in then.
+            WireError: one can't be read, or holds a number that isn't finite; none is taken in then.
         """
-        reports = list(reports)
-        for report in reports:
-            if bad := _bad_numbers(report):
+        news: list[tuple[PeerReport, ReportRow]] = []
+        for row in rows:
+            held = self._held.get(row.fact.node)
+            if held is not None and held.fact == row.fact:
+                continue
+            report: PeerReport = decode(row.fact.body, PeerReport, "report of a node")
+            if bad := [*_bad_numbers(report), *([] if math.isfinite(row.age_s) else ["age_s"])]:
                 raise WireError(f"the report of node {report.id} holds a {bad[0]} that isn't finite")
+            if report.id != row.fact.node:
+                self._signer.forged += 1
+                raise ForgedFactError(f"a report of {report.id[:8]} is signed by {row.fact.node[:8]}")
+            if held is None or (report.boot, report.seq) > (held.report.boot, held.report.seq):
+                self._signer.check("report", "", row.fact)
+                news.append((report, row))
         changed = []
-        for report in reports:
+        for report, row in sorted(news, key=lambda one: (one[0].boot, one[0].seq)):
             if report.id == self._me or (latest_boot is not None and report.boot > latest_boot):
                 continue
-            held = self._held.get(report.id)
-            if held is None or (report.boot, report.seq) > (held.report.boot, held.report.seq):
-                self._keep(report, now - report.age_s)
-                changed.append(report.id)
-        return changed
+            self._keep(report, row.fact, now - row.age_s)
+            changed.append(report.id)
+        return list(dict.fromkeys(changed))
 
     def get(self, node: str, now: float) -> tuple[PeerReport, float] | None:
         """Return a node's newest report and its age in seconds, or None if it is unheard of."""
@@ -205,7 +231,7 @@ class ReportTable:
     def __len__(self) -> int:
         return len(self._held)
 
-    def _keep(self, report: PeerReport, made_s: float) -> None:
+    def _keep(self, report: PeerReport, fact: SignedFact, made_s: float) -> None:
         before = self._held.get(report.id)
         if before is None and len(self._held) >= self._capacity:
             others = (held for held in self._held.values() if held.report.id != self._me)
@@ -213,13 +239,13 @@ class ReportTable:
             if oldest is not None:
                 del self._held[oldest.report.id]
         sent = -1 if before is None else before.sent
-        self._held[report.id] = _Held(report, made_s, next(self._order), sent)
+        self._held[report.id] = _Held(report, fact, made_s, next(self._order), sent)
 
 
 _MAY_BE_UNKNOWN = {"mean_return", "consensus_distance", "bubble"}
 
 
-_NUMBERS = ("mean_return", "steps_per_s", "consensus_distance", "bubble", "loop_lag_s", "age_s")
+_NUMBERS = ("mean_return", "steps_per_s", "consensus_distance", "bubble", "loop_lag_s")
 """The fields that may be infinite, or NaN, within the bounds of the schema."""
 
 

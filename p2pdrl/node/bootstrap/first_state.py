@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from contextlib import suppress
 
 import msgspec
 
 from p2pdrl.errors import CheckpointError, WireError
 from p2pdrl.ids import new_lineage
-from p2pdrl.node.accounting.counters import CountsWire
-from p2pdrl.node.accounting.progress_tracker import ProgressTracker
+from p2pdrl.node.accounting.counters import Counts, NodeCounts
+from p2pdrl.node.accounting.facts import ForgedFactError
+from p2pdrl.node.accounting.progress_tracker import LineageFacts, ProgressTracker
 from p2pdrl.node.bootstrap.joining import JoinInfo, SwarmOrigin
 from p2pdrl.node.context import NodeContext
 from p2pdrl.node.events import EventLog
@@ -20,7 +22,11 @@ from p2pdrl.node.training import Training
 
 __all__ = ["first_state", "founded_at", "load_checkpoint", "restore_steps"]
 
+UnsignedCounts = tuple[str, Counts, int, tuple[tuple[int, Counts], ...]]
+"""A node's counts in checkpoints of earlier releases."""
 ORPHANED_S = 10.0
+ASKED = 8
+"""Members that are asked for the swarm's counts before a node decides between it and its own checkpoint."""
 
 
 async def load_checkpoint(
@@ -29,7 +35,7 @@ async def load_checkpoint(
     """Return the newest whole checkpoint of an earlier run, and tell what was passed over."""
 
     def readable(checkpoint: Checkpoint) -> None:
-        restore_steps(ProgressTracker("", 0), checkpoint)
+        restore_steps(progress_tracker.scratch(), checkpoint)
 
     loaded = await asyncio.to_thread(store.load_latest, accept=readable)
     for reason in loaded.skipped:
@@ -42,19 +48,27 @@ async def load_checkpoint(
 def restore_steps(progress_tracker: ProgressTracker, checkpoint: Checkpoint) -> None:
     """Give the progress tracker back what the checkpoint knew of counts and moments.
 
+    What isn't signed by the node that it is about is forgotten. Checkpoints of earlier releases have no
+    signatures: of those our own counts stay, as the disk is ours, and others' come again from them.
+
     Raises:
         CheckpointError: that part of it can't be read.
     """
     meta = checkpoint.meta
     try:
-        progress_tracker.merge_counts(
-            {
-                str(lineage): msgspec.convert(wire, CountsWire)
-                for lineage, wire in dict(meta["counts"]).items()
-            }
-        )
+        if "facts" in meta:
+            facts = msgspec.msgpack.decode(base64.b64decode(meta["facts"]), type=LineageFacts)
+            for lineage, rows in facts.items():
+                for row in rows:
+                    with suppress(ForgedFactError):
+                        progress_tracker.merge_counts({lineage: [row]})
+        else:
+            for lineage, wire in dict(meta["counts"]).items():
+                for node, base, folded, boots in msgspec.convert(wire[0], list[UnsignedCounts]):
+                    if node == progress_tracker.signer.node_id:
+                        progress_tracker.recall_unsigned(lineage, NodeCounts(base, folded, boots))
         progress_tracker.restore_moments(dict(msgspec.msgpack.decode(base64.b64decode(meta["moments"]))))
-    except (KeyError, TypeError, ValueError, msgspec.DecodeError, WireError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, msgspec.MsgspecError, WireError) as error:
         raise CheckpointError(f"the counts of the checkpoint can't be read: {error}") from error
 
 
@@ -73,7 +87,7 @@ async def first_state(
     info = origin.info
     if context.config.node.debug.perturb_start > 0:
         return None, (origin.lineage or new_lineage()) if info is None else info.lineage
-    if info is not None and not (own is not None and _stays(own, info, context.progress_tracker, training)):
+    if info is not None and not (own is not None and await _stays(own, info, context, training)):
         context.state = "fetching"
         found = await training.adoptions.first(_Orphaned(context).judge)
         if found is not None:
@@ -96,13 +110,16 @@ async def first_state(
     return own, own.head.lineage or new_lineage()
 
 
-def _stays(
-    own: TransferredState, info: JoinInfo, progress_tracker: ProgressTracker, training: Training
-) -> bool:
-    """Whether our checkpoint is at least as good as the swarm's state, by the rules of an exchange."""
+async def _stays(own: TransferredState, info: JoinInfo, context: NodeContext, training: Training) -> bool:
+    """Whether our checkpoint is at least as good as the swarm's state, by the rules of an exchange.
+
+    How far another lineage is, its members say by signed counts.
+    """
     if own.head.lineage != info.lineage:
-        mine = (-progress_tracker.steps(own.head.lineage), own.head.lineage)
-        return mine < (-info.lineage_steps, info.lineage)
+        if context.gossip is not None:
+            some = list(context.alive().items())[:ASKED]
+            await asyncio.gather(*(context.gossip.tell(node, address) for node, address in some))
+        return context.rank(info.lineage) < context.rank(own.head.lineage)
     limit = getattr(training.task.strategy, "max_staleness", 0)
     return info.policy_version - own.head.policy_version <= int(limit)
 

@@ -53,7 +53,6 @@ class JoinInfo(msgspec.Struct, frozen=True):
     task_hash: str
     lineage: Short
     """Empty while that member has no state itself."""
-    lineage_steps: Natural
     policy_version: Natural
     founded_at: float
 

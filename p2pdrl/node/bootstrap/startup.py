@@ -31,6 +31,8 @@ from p2pdrl.membership.parameters import MembershipConfig
 from p2pdrl.membership.records import SwarmRecord
 from p2pdrl.membership.service import MembershipService
 from p2pdrl.membership.state import open_core
+from p2pdrl.node.accounting.claims import ClaimBounds
+from p2pdrl.node.accounting.facts import FactSigner
 from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.bootstrap.datadir import RATES_FILE, DataDir
 from p2pdrl.node.bootstrap.invited import InvitedMember, InviterClient, Renewal
@@ -414,7 +416,11 @@ async def open_node(
         transport=transport,
         membership=membership,
         reachability=Reachability(membership, transport, clock, events, random.Random(boot)),
-        progress_tracker=ProgressTracker(identity.node_id, boot),
+        progress_tracker=ProgressTracker(
+            FactSigner(identity, swarm_id),
+            boot,
+            ClaimBounds(identity.node_id, node.limits.max_steps_per_s),
+        ),
         began_s=clock.monotonic(),
         allowed=None if member is None else member.roles,
     )

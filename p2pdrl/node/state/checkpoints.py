@@ -327,6 +327,7 @@ class Checkpointer:
 
     def _meta(self) -> dict[str, Any]:
         training = self._training
+        self._progress_tracker.sign()
         total = self._progress_tracker.total()
         candidates = (self._best, None if self._judged else self.mean_return)
         means = [mean for mean in candidates if mean is not None]
@@ -336,7 +337,7 @@ class Checkpointer:
             "task_hash": training.task_hash,
             "lineage": training.lineage,
             "env_steps": total.env_steps,
-            "counts": msgspec.to_builtins(self._progress_tracker.counts()),
+            "facts": _text(msgspec.msgpack.encode(self._progress_tracker.counts())),
             "moments": _text(msgspec.msgpack.encode(self._progress_tracker.moments_since({}))),
             "others_moments": _text(msgspec.msgpack.encode(self._progress_tracker.others_moments())),
             "stop": None if self.stop_setting is None else msgspec.to_builtins(self.stop_setting),

@@ -141,6 +141,10 @@ class Meters:
             registry.connections_ended_total.of(why).advance_to(ended)
         registry.membership_messages_total.advance_to(context.membership.messages)
         registry.records_refused_total.advance_to(context.membership.core.refused_records)
+        tracker = context.progress_tracker
+        registry.facts_refused_total.advance_to(tracker.signer.forged)
+        if tracker.bounds is not None:
+            registry.facts_held_total.advance_to(tracker.bounds.held)
         registry.show_members(context.member_counts())
         if training is not None:
             registry.set_learner(training.supervisor.metrics)

@@ -452,24 +452,30 @@ class StatusReporter:
     def greater_lineage(self) -> tuple[str, str, str] | None:
         """A living member whose lineage stays when it meets ours, that lineage, and why; None for none.
 
-        The one with more environment steps stays, then the lower id: as in an exchange.
+        By what we believe of the steps, not by what that member says of its lineage.
         """
-        training, progress_tracker = self._context.training, self._context.progress_tracker
+        training = self._context.training
         if training is None or not training.lineage:
             return None
-        ours = (-progress_tracker.steps(training.lineage), training.lineage)
-        found = min(
-            (
-                ((-progress_tracker.steps(report.lineage), report.lineage), report.id)
-                for report in self._reports(self._context.alive())
-                if report.lineage not in ("", training.lineage) and report.state in ("training", "paused")
-            ),
-            default=None,
-        )
-        if found is None or found[0] > ours:
+        donors = {
+            report.lineage: report.id
+            for report in self._reports(self._context.alive())
+            if report.lineage not in ("", training.lineage) and report.state in ("training", "paused")
+        }
+        found = max(map(self._context.rank, donors), default=None)
+        ours = self._context.rank(training.lineage)
+        if found is None or found < ours:
             return None
-        (steps, lineage), donor = found
-        return donor, lineage, f"lineage {lineage} has {-steps} steps, ours {-ours[0]}"
+        why = f"lineage {found.lineage} has {found.env_steps} steps, ours {ours.env_steps}"
+        if found.several and not ours.several:
+            why += ", and several members who train in it"
+        return donors[found.lineage], found.lineage, why
+
+    def outranks(self, lineage: str) -> bool:
+        """Whether ``lineage`` is ours, or stays when it meets ours, as far as we know."""
+        training = self._context.training
+        ours = "" if training is None else training.lineage
+        return ours in ("", lineage) or self._context.rank(ours) < self._context.rank(lineage)
 
     def _row(self, member: MemberView) -> dict[str, object]:
         now_s = self._context.clock.monotonic()

@@ -4,7 +4,7 @@ Every completed round adds to the *digest* of all rounds so far, each named by i
 view all members who complete a round get the same bytes, so equal digests mean equal results. When a view
 begins, everybody computes the same `CatchUpPlan` from the members' notes:
 
-- The lineage with most environment steps stays, then the lower id (as in `group.compatibility`).
+- Of lineages that of several members stays, then that with most environment steps (`group.compatibility`).
 - Of its members, those lead who have completed most rounds; of several such histories the one with most
   members, then the first in rendezvous order. Where nobody has a history yet, those with the most steps
   and the highest policy version come first.
@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from p2pdrl.group.compatibility import Natural, Short
+from p2pdrl.group.compatibility import Natural, Short, lineage_of_most_words
 from p2pdrl.group.rendezvous import ranked
 from p2pdrl.group.view import GroupNote, ViewKey
 from p2pdrl.strategies.allreduce.averager import Digest
@@ -101,7 +101,7 @@ def make_plan(
     """
     order = ranked(str(key), members)
     able = [peer for peer in order if notes[peer].lineage] or order
-    lineage = min((-notes[peer].steps, notes[peer].lineage) for peer in able)[1]
+    lineage = lineage_of_most_words((notes[peer].lineage, notes[peer].steps) for peer in able)
     able = [peer for peer in able if notes[peer].lineage == lineage]
     with_history = [peer for peer in able if notes[peer].digest]
     if not with_history:

@@ -17,6 +17,7 @@ import psutil
 
 from p2pdrl.config.strategy import PipelineConfig
 from p2pdrl.errors import ConfigError, PeerUnreachableError, TensorError, TransportError, WorkerError
+from p2pdrl.group.compatibility import lineage_of_most_words
 from p2pdrl.group.service import Group
 from p2pdrl.group.view import ViewKey
 from p2pdrl.pipeline.layers import FREE, Links
@@ -138,17 +139,14 @@ async def read_state(board: DaemonBoard, size: int) -> HeldState:
 def newest(rank0: str, offers: Mapping[str, RankOffer]) -> str:
     """Return whose state all are to begin with.
 
-    The lineage with the most environment steps stays, then the lower id, as everywhere (see
-    `group.compatibility`); in it the highest policy version; of equals rank 0, then the lowest node id.
+    Which lineage stays, `group.compatibility` says; in it the highest policy version; of equals rank 0, then
+    the lowest node id.
 
     Args:
         rank0: node id, among the offers.
         offers: of all ranks.
     """
-    steps: dict[str, int] = {}
-    for offer in offers.values():
-        steps[offer.lineage] = max(steps.get(offer.lineage, 0), offer.lineage_steps)
-    lineage = min(steps, key=lambda one: (-steps[one], one))
+    lineage = lineage_of_most_words((offer.lineage, offer.lineage_steps) for offer in offers.values())
     candidates = [peer for peer, offer in offers.items() if offer.lineage == lineage]
     return min(candidates, key=lambda peer: (-offers[peer].policy_version, peer != rank0, peer))
 

@@ -24,7 +24,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from p2pdrl.group.compatibility import Natural, Short
+from p2pdrl.group.compatibility import Natural, Short, lineage_of_most_words
 from p2pdrl.group.rendezvous import ranked
 from p2pdrl.group.view import GroupNote
 
@@ -232,13 +232,13 @@ def pieces(span: ShardSpan, me: str, plan: ShardPlan, notes: Mapping[str, Server
 
 
 def _givers(members: Sequence[str], notes: Mapping[str, ServerNote]) -> tuple[str, tuple[str, ...], str]:
-    """Return the lineage that stays (most steps, then the lower id), its members, and one to adopt from."""
+    """Return the lineage that stays (see `group.compatibility`), its members, and one to adopt from."""
     able = [peer for peer in members if notes[peer].lineage]
     if not able:
         return "", (), ""
-    donor = min(able, key=lambda peer: (-notes[peer].steps, notes[peer].lineage, peer))
-    lineage = notes[donor].lineage
-    return lineage, tuple(peer for peer in able if notes[peer].lineage == lineage), donor
+    lineage = lineage_of_most_words((notes[peer].lineage, notes[peer].steps) for peer in able)
+    givers = tuple(peer for peer in able if notes[peer].lineage == lineage)
+    return lineage, givers, min(givers, key=lambda peer: (-notes[peer].steps, peer))
 
 
 def _assign(

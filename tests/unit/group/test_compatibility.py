@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pdrl.group.compatibility import Summary, Verdict, judge
+from p2pdrl.group.compatibility import Summary, Verdict, judge, lineage_of_most_words
 
 MIRROR = {
     Verdict.MIX: Verdict.MIX,
@@ -62,3 +62,11 @@ def test_a_twin_is_mixed_with(mine, max_staleness):
 )
 def test_verdicts(theirs, verdict):
     assert judge(ME, msgspec.structs.replace(ME, node_id="2", **theirs), 10) is verdict
+
+
+def test_in_a_group_the_lineage_of_several_stays_whatever_one_says():
+    assert lineage_of_most_words([("bb", 5)]) == "bb"
+    assert lineage_of_most_words([("bb", 5), ("aa", 4)]) == "bb"
+    assert lineage_of_most_words([("bb", 5), ("aa", 5)]) == "aa"
+    assert lineage_of_most_words([("bb", 5), ("bb", 3), ("aa", 2**50)]) == "bb"
+    assert lineage_of_most_words([("bb", 5), ("bb", 3), ("aa", 4), ("aa", 9)]) == "aa"

@@ -27,6 +27,7 @@ from p2pdrl.membership.identity import Identity, verify
 from p2pdrl.membership.records import Incarnation, Verifier
 from p2pdrl.membership.swarm_records import SwarmRecords
 from p2pdrl.node.accounting.exchanges import Accounting
+from p2pdrl.node.accounting.facts import FactSigner
 from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
 from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.children.restarts import RestartPolicy
@@ -38,6 +39,7 @@ from p2pdrl.tensors.board import BoardSpec, DaemonBoard
 from p2pdrl.tensors.layout import Layout, TensorEntry
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
+from p2pdrl.testing.membership_simulator import trust
 from p2pdrl.testing.memory_transport import MemoryNetwork
 from p2pdrl.transport.protocol import Address, TrafficCounters
 
@@ -256,7 +258,7 @@ def context(clock: ManualClock, events: EventLog, membership: FakeMembership, tm
         ),
         membership=membership,  # type: ignore[arg-type]
         reachability=SimpleNamespace(reach="direct", figures=dict),  # type: ignore[arg-type]
-        progress_tracker=ProgressTracker(me, 5),
+        progress_tracker=ProgressTracker(FactSigner(membership.identity, "swarm", trust), 5),
         began_s=clock.monotonic(),
     )
 
@@ -265,7 +267,6 @@ def context(clock: ManualClock, events: EventLog, membership: FakeMembership, tm
 def talking(context: NodeContext) -> NodeContext:
     """A node that holds reports of others; it sends none by itself."""
     context.gossip = MetricsGossip(
-        me=context.node_id,
         transport=context.transport,
         progress_tracker=context.progress_tracker,
         clock=context.clock,

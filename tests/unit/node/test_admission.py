@@ -56,7 +56,7 @@ def admission(events, clock, *peers: str, task_given: bool = False) -> JoinAdmis
 
 
 def welcome(task: TaskConfig = OTHER) -> bytes:
-    return msgspec.msgpack.encode(JoinInfo(task, task_hash(task), "ab" * 8, 50, 5, 100.0))
+    return msgspec.msgpack.encode(JoinInfo(task, task_hash(task), "ab" * 8, 5, 100.0))
 
 
 def silent(address: str, *, given: bool = True) -> Sighting:

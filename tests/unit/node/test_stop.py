@@ -95,6 +95,8 @@ def test_where_there_are_evaluations_they_count_and_nothing_else():
     for steps, mean in [(10, 500.0), (20, 476.5)]:
         assert judge(stop, 0, 0.0, [report(1, 500.0)], log) is None
         log.add("a" * 32, Evaluation(steps, 1, 30, mean, 5.0, 9.0, 1.0))
+    assert judge(stop, 0, 0.0, [report(1, 500.0), report(2, 500.0)], log) is None, "by one of two"
+    assert judge(stop, 0, 0.0, [], log) is None
     reached = judge(stop, 0, 0.0, [report(1, 20.0)], log)
     assert reached.kind == "mean_return"
     assert "475 is reached: 500 and 476.5 in the last two evaluations, of 30 episodes each" in reached.reason

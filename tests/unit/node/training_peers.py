@@ -10,12 +10,13 @@ from p2pdrl.clock import SystemClock
 from p2pdrl.config.node import LearnerConfig, LimitsConfig, NodeConfig
 from p2pdrl.config.strategy import AdpsgdConfig
 from p2pdrl.config.task import StopConfig, TaskConfig
-from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.state import state_transfer
 from p2pdrl.node.training import Training
 from p2pdrl.strategies.gossip import adpsgd
 from p2pdrl.transport.protocol import Address
 from p2pdrl.workers.protocol import Report
+
+from .signing import node_id, tracker_of
 
 GOSSIP = AdpsgdConfig(compression="none", min_interval_s=0.0, deadline_s=1.0)
 CONFIG = NodeConfig(
@@ -27,14 +28,14 @@ class Peer:
     """A node's training, on a board of its own."""
 
     def __init__(self, network, number, events, config=CONFIG) -> None:
-        self.id = f"{number:032x}"
+        self.id = node_id(number)
         self.events = events
         self.address = Address("10.0.0.1", 7000 + number)
         self.transport = network.join(self.id, self.address)
         self.peers: dict[str, Address] = {}
         self.speeds: dict[str, float] = {}
         self.seen: list[str] = []
-        self.progress_tracker = ProgressTracker(self.id, 1)
+        self.progress_tracker = tracker_of(number)
         self.training = Training(
             me=self.id,
             task=TaskConfig(strategy=GOSSIP, stop=StopConfig(window=5)),

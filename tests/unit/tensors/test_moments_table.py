@@ -18,17 +18,19 @@ def seen(*samples: float) -> Moments:
 
 
 def pull(into: MomentsTable, from_: MomentsTable) -> int:
+    from_.tell_own(lambda body: b"proof")
     return into.merge(from_.delta_since(into.digest()))
 
 
 def row(node: str, boot: int, moments: Moments) -> list[object]:
-    return [node, boot, moments.to_wire()]
+    return [node, boot, moments.to_wire(), b"proof"]
 
 
 def test_a_repeated_merge_never_counts_twice() -> None:
     a, b = MomentsTable((1,), NODES[0], 1), MomentsTable((1,), NODES[1], 1)
     a.put_own(seen(1.0, 3.0))
     b.put_own(seen(5.0))
+    a.tell_own(lambda body: b"proof")
     answer = a.delta_since([])
     assert [b.merge(answer), b.merge(answer), pull(b, a)] == [1, 0, 0]
     assert b.total().count == 3
@@ -80,7 +82,7 @@ def test_what_others_say_of_the_owners_boot_is_ignored() -> None:
 def test_only_what_is_admitted_comes_in() -> None:
     table = MomentsTable((1,))
     rows = [row(node, 1, seen(1.0)) for node in NODES]
-    assert table.merge(rows, lambda node, boot, moments: node == NODES[2]) == 1
+    assert table.merge(rows, lambda node, boot, moments, body, proof: node == NODES[2]) == 1
     assert [entry[0] for entry in table.digest()] == [NODES[2]]
 
 
@@ -106,11 +108,40 @@ def test_any_order_of_exchanges_ends_in_the_same_bits(
     assert len({t.mean.tobytes() + t.m2.tobytes() for t in totals}) == 1
 
 
+def test_of_its_owner_a_table_tells_what_was_proven_last_and_passes_proofs_on() -> None:
+    a, b, c = (MomentsTable((1,), NODES[number], 1) for number in range(3))
+    a.put_own(seen(1.0))
+    assert a.digest() == a.delta_since([]) == []
+    bodies: list[bytes] = []
+
+    def prove(body: bytes) -> bytes:
+        bodies.append(body)
+        return b"proof %d" % len(bodies)
+
+    a.tell_own(prove)
+    a.tell_own(prove)
+    a.put_own(seen(1.0, 2.0))
+    assert [entry[2] for entry in a.digest()] == [1.0]
+    assert a.total().count == 2
+    admitted: list[tuple[bytes, bytes]] = []
+
+    def admit(node: str, boot: int, moments: Moments, body: bytes, proof: bytes) -> bool:
+        admitted.append((body, proof))
+        return True
+
+    b.merge(a.delta_since([]), admit)
+    b.merge(a.delta_since([]), admit)
+    c.merge(b.delta_since([]), admit)
+    assert admitted == [(bodies[0], b"proof 1")] * 2
+    assert len(bodies) == 1
+
+
 def test_beyond_capacity_the_one_that_changed_longest_ago_goes() -> None:
     table = MomentsTable((1,), NODES[3], 2, capacity=3)
     table.merge([row(NODES[3], 1, seen(1.0))])
     for node, samples in ((0, [1.0]), (1, [1.0]), (0, [1.0, 1.0]), (2, [1.0])):
         table.merge([row(NODES[node], 1, seen(*samples))])
+    table.tell_own(lambda body: b"proof")
     assert sorted(entry[0] for entry in table.digest()) == [NODES[0], NODES[2], NODES[3]]
 
 
@@ -128,8 +159,11 @@ def test_a_broken_answer_changes_nothing() -> None:
     good = row(NODES[0], 1, seen(1.0))
     for broken in (
         [good, row(NODES[1], 1, Moments(1.0, np.zeros(2), np.zeros(2)))],
-        [good, ["x", 1, good[2]]],
-        [good, [NODES[1], -1, good[2]]],
+        [good, ["x", 1, good[2], b""]],
+        [good, [NODES[1], -1, good[2], b""]],
+        [good, [NODES[1], 1, good[2], "proof"]],
+        [good, [NODES[1], 1, good[2], bytes(129)]],
+        [good, [NODES[1], 1, good[2]]],
         3,
     ):
         with pytest.raises(WireError):

@@ -16,10 +16,12 @@ def evaluation(steps: int, mean: float, std: float = 1.0, episodes: int = 30) ->
     return Evaluation(steps, steps // 10, episodes, mean, std, 10.0, 2.0)
 
 
-def log_of(*means: float, std: float = 1.0, every: int = 100) -> EvaluationLog:
+def log_of(
+    *means: float, std: float = 1.0, every: int = 100, nodes: tuple[str, ...] = (A, B)
+) -> EvaluationLog:
     log = EvaluationLog()
     for number, mean in enumerate(means, 1):
-        log.add(A, evaluation(number * every, mean, std))
+        log.add(nodes[number % len(nodes)], evaluation(number * every, mean, std))
     return log
 
 
@@ -64,6 +66,22 @@ def test_a_goal_is_reached_by_two_evaluations_in_a_row():
     assert log_of(480, 480).unconfirmed(475) is None
     assert log_of(480, 100).unconfirmed(475) is None
     assert log_of(480).unconfirmed(None) is None
+
+
+def test_one_node_alone_never_reaches_a_goal_where_others_train():
+    lies = log_of(500, 500, 500, nodes=(A,))
+    assert lies.reached(475) is None
+    assert lies.unconfirmed(475).node == A
+    assert [entry.evaluation.env_steps for entry in lies.reached(475, alone=True)] == [200, 300]
+    assert lies.unconfirmed(475, alone=True) is None
+    turns = {node: Turns(node, 1000, 300) for node in (A, B)}
+    assert [turns[node].mine(301, [A, B], lies, 475.0, 0.0) for node in (A, B)] == [False, True]
+    lies.add(B, evaluation(301, 20.0))
+    lies.add(A, evaluation(302, 500.0))
+    assert lies.reached(475) is None
+    lies.add(A, evaluation(303, 500.0))
+    lies.add(B, evaluation(304, 476.0))
+    assert [entry.node for entry in lies.reached(475)] == [A, B]
 
 
 def test_each_mark_is_one_node_s_turn_and_all_have_theirs():

@@ -2,10 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from p2pdrl.node.accounting.counters import Counts, CountsWire, NodeCounts
-from p2pdrl.node.accounting.metrics_gossip import BOOTS_A_ROW, GossipBudget, by_table, rows_of
-
-NODE = "a" * 32
+from p2pdrl.node.accounting.metrics_gossip import GossipBudget
 
 
 def test_everything_goes_when_there_is_room():
@@ -34,13 +31,3 @@ def test_a_row_that_never_fits_holds_nothing_up():
     taken = {row for _ in range(8) for row in ration.take(["first one"], rows, 20)}
     assert taken >= {"first one", "a", "b"}
     assert rows[0] not in taken
-
-
-def test_counts_in_parts_merge_to_the_whole():
-    boots = tuple((boot, Counts(boot)) for boot in range(5, 5 + 2 * BOOTS_A_ROW + 3))
-    node = NodeCounts(NODE, Counts(7), 4, boots)
-    newest, older = rows_of({"l0": CountsWire((node,)), "l1": CountsWire()})
-    assert newest[0][1].boots == boots[-BOOTS_A_ROW:]
-    assert all(len(row.boots) <= BOOTS_A_ROW for _, row in older)
-    parts = by_table(older + newest)["l0"]
-    assert sum((part.boots for part in parts), ()) == boots

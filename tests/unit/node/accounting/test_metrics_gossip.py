@@ -10,14 +10,17 @@ import pytest
 from p2pdrl.clock import LoopClock
 from p2pdrl.errors import PeerRefusedError
 from p2pdrl.node.accounting import metrics_gossip
-from p2pdrl.node.accounting.counters import Counts, CountsWire, NodeCounts
+from p2pdrl.node.accounting.claims import ClaimBounds
+from p2pdrl.node.accounting.counters import Counts, NodeCounts
 from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
-from p2pdrl.node.accounting.progress_tracker import ProgressTracker
+from p2pdrl.node.accounting.progress_tracker import LineageFacts
 from p2pdrl.node.accounting.report_table import PeerReport
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 from p2pdrl.testing.memory_transport import MemoryNetwork
 from p2pdrl.transport.protocol import Address, Answer
+
+from ..signing import counted, node_id, said, signer_of, tracker_of
 
 pytestmark = pytest.mark.looptime
 
@@ -29,16 +32,17 @@ class Talker:
     """A node that does nothing but talk."""
 
     def __init__(self, network: MemoryNetwork, number: int) -> None:
-        self.id = f"{number:032x}"
+        self.id = node_id(number)
         self.address = Address("10.0.0.1", 7000 + number)
         self.transport = network.join(self.id, self.address)
-        self.progress_tracker = ProgressTracker(self.id, 1)
+        self.progress_tracker = tracker_of(number)
         self.progress_tracker.follow("l0")
         self.peers: dict[str, Address] = {}
         self.seq = 0
         self.rounds = 0
+        self.number = number
+        self.forgers: list[str] = []
         self.gossip = MetricsGossip(
-            me=self.id,
             transport=self.transport,
             progress_tracker=self.progress_tracker,
             clock=CLOCK,
@@ -46,12 +50,13 @@ class Talker:
             alive=lambda: self.peers,
             make_report=self.report,
             on_round=self.on_round,
+            refused=lambda peer, why: self.forgers.append(peer),
         )
         self.task: asyncio.Task[None] | None = None
 
     def report(self) -> PeerReport:
         self.seq += 1
-        return PeerReport(id=self.id, boot=1, seq=self.seq, name=f"n{int(self.id, 16)}")
+        return PeerReport(id=self.id, boot=1, seq=self.seq, name=f"n{self.number}")
 
     def on_round(self) -> None:
         self.rounds += 1
@@ -115,6 +120,7 @@ async def test_telling_twice_changes_nothing(talkers):
     one.work(5)
     two.work(7)
     one.gossip.refresh()
+    two.gossip.refresh()
     for _ in range(3):
         assert await one.gossip.tell(two.id, two.address)
     assert one.progress_tracker.total() == two.progress_tracker.total() == Counts(12)
@@ -163,9 +169,16 @@ def words(**changes) -> bytes:
     return msgspec.msgpack.encode(said)
 
 
-def said_by(node: str, **fields) -> list:
-    plain = msgspec.to_builtins(PeerReport(id=node, boot=1, seq=1))
-    return list((dict(zip(PeerReport.__struct_fields__, plain, strict=True)) | fields).values())
+def plainly(struct: msgspec.Struct) -> list:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(struct))
+
+
+def said_by(number: int, **fields) -> list:
+    return plainly(said(PeerReport(**({"id": node_id(number), "boot": 1, "seq": 1} | fields))))
+
+
+def signed(body: object) -> list:
+    return plainly(signer_of(30).sign("counts", "l0", msgspec.msgpack.encode(body)))
 
 
 async def send(one: Talker, two: Talker, meta: bytes) -> int:
@@ -182,11 +195,14 @@ async def send(one: Talker, two: Talker, meta: bytes) -> int:
         b"",
         b"\xc1",
         b"\x91" * 100_000,
-        words(reports=[said_by("short")]),
-        words(reports=[said_by("c" * 32, mean_return=float("nan"))]),
-        words(reports=[said_by("c" * 32, env_steps=-1)]),
-        words(counts={"l0": [[["c" * 32, [-5, 0, 0], 0, []]]]}),
-        words(moments={"obs": [["c" * 32, 1, [1.0, [2], b"", b""]]]}),
+        words(reports=[[0.0, [b"short", b"", b""]]]),
+        words(reports=[[-1.0, *said_by(30)[1:]]]),
+        words(reports=[said_by(30, mean_return=float("nan"))]),
+        words(reports=[said_by(30, env_steps=-1)]),
+        words(counts={"l0": [signed([[-5, 0, 0], 0, []])]}),
+        words(counts={"l0": [signed(7)]}),
+        words(counts={"l0": [[b"short", b"", b""]]}),
+        words(moments={"obs": [["c" * 32, 1, [1.0, [2], b"", b""], b""]]}),
         words(holds={"obs": [["c" * 32, 1]]}),
     ],
 )
@@ -217,21 +233,22 @@ async def test_a_hostile_answer_is_no_answer(talkers):
 async def test_boots_of_the_far_future_are_ignored(talkers):
     one, two = talkers[:2]
     far = int((CLOCK.wall() + 3600) * 1000)
-    stranger = ProgressTracker("c" * 32, far)
+    stranger = tracker_of(30, far)
     stranger.follow("l0")
     stranger.credit(Counts(999))
     meta = words(
-        reports=[said_by("c" * 32, boot=far), said_by("d" * 32)],
-        counts=stranger.counts(),
+        reports=[said_by(30, boot=far), said_by(31)],
+        counts=counted(stranger),
     )
     assert await send(one, two, meta) == 200
     assert two.progress_tracker.total().env_steps == 0
-    assert two.gossip.table.ids() == ["d" * 32]
+    assert two.gossip.table.ids() == [node_id(31)]
 
 
 async def test_one_round_brings_a_newcomer_the_moments(talkers):
     one, two = talkers[:2]
     two.work(50)
+    two.gossip.refresh()
     parts = (("count", ()), ("mean", (2,)), ("m2", (2,)))
     items = tuple(SidecarItem(f"obs.{part}", shape, "float64", "moments") for part, shape in parts)
     one.progress_tracker.open_streams(SidecarLayout(items))
@@ -253,20 +270,24 @@ def listen(talker: Talker) -> tuple[list[int], list[int]]:
     return said, heard
 
 
-def crowd(nodes: int, boots: int = 1, lineages: int = 1) -> dict[str, CountsWire]:
+def crowd(nodes: int, boots: int = 1, lineages: int = 1) -> LineageFacts:
     """What a liar may say: many nodes, boots and lineages."""
     counts = tuple((boot, Counts(9, 9, 9)) for boot in range(1, boots + 1))
-    rows = tuple(NodeCounts(f"{number + 100:032x}", Counts(), 0, counts) for number in range(nodes))
-    return {f"l{number}": CountsWire(rows) for number in range(lineages)}
+    body = msgspec.msgpack.encode(NodeCounts(boots=counts))
+    signers = [signer_of(number + 100) for number in range(nodes)]
+    return {
+        f"l{number}": [signer.sign("counts", f"l{number}", body) for signer in signers]
+        for number in range(lineages)
+    }
 
 
 @pytest.mark.parametrize(
     "lie",
     [
-        {"nodes": 1, "boots": 8100},
+        {"nodes": 200, "boots": 30},
         *(
             pytest.param(slow, marks=pytest.mark.slow)
-            for slow in ({"nodes": 8000}, {"nodes": 500, "lineages": 20})
+            for slow in ({"nodes": 4000}, {"nodes": 500, "lineages": 20})
         ),
     ],
 )
@@ -274,9 +295,10 @@ async def test_nobodys_tables_grow_a_message_beyond_its_bounds(talkers, lie):
     one, two = talkers[:2]
     one.work(70)
     one.progress_tracker.merge_counts(crowd(**lie))
-    said, _ = listen(one)
+    one.gossip.refresh()
+    sent, _ = listen(one)
     assert await one.gossip.tell(two.id, two.address)
-    assert said[0] <= metrics_gossip.MESSAGE_BYTES
+    assert sent[0] <= metrics_gossip.MESSAGE_BYTES
     assert two.progress_tracker.of_node(one.id).env_steps == 70
     rounds = 1
     while two.progress_tracker.total() != one.progress_tracker.total() and rounds < 12:
@@ -293,8 +315,11 @@ async def test_many_moments_take_turns(talkers):
         talker.progress_tracker.credit(Counts(1))
         talker.progress_tracker.put_moments({"obs": wide})
     one.progress_tracker.merge_counts(crowd(300))
+    one.progress_tracker.sign()
+    two.progress_tracker.sign()
     rows = [
-        [f"{number + 100:032x}", 1, [1.0, [size], bytes(8 * size), bytes(8 * size)]] for number in range(300)
+        [node_id(number + 100), 1, [1.0, [size], bytes(8 * size), bytes(8 * size)], bytes(24) + number_bytes]
+        for number, number_bytes in ((number, (number + 100).to_bytes(8, "big")) for number in range(300))
     ]
     assert one.progress_tracker.merge_moments({"obs": rows}) == 300
     rounds = 0
@@ -309,5 +334,38 @@ async def test_many_moments_take_turns(talkers):
 async def test_what_others_say_of_us_is_ignored(talkers):
     one, two = talkers[:2]
     two.gossip.refresh()
-    assert await send(one, two, words(reports=[said_by(two.id, seq=9999, name="liar")])) == 200
+    assert await send(one, two, words(reports=[said_by(two.number, seq=9999, name="liar")])) == 200
     assert two.gossip.table.get(two.id, 0.0)[0].name == "n1"
+
+
+async def test_who_passes_on_what_isnt_signed_is_refused_and_told_of(talkers):
+    one, two = talkers[:2]
+    report = said_by(30)
+    report[1][0] = bytes(31) + b"\x1f"  # another's key
+    assert await send(one, two, words(reports=[report])) == 403
+    assert two.forgers == [one.id]
+    assert two.gossip.table.ids() == []
+
+    async def lied_to(*_, **__):
+        return Answer(words(reports=[report]), 0, two.id)
+
+    one.transport.call = lied_to
+    assert not await one.gossip.tell(two.id, two.address)
+    assert one.forgers == [two.id]
+
+
+async def test_counts_are_believed_as_far_as_time_allows(talkers):
+    one, two = talkers[:2]
+    two.progress_tracker.bounds = ClaimBounds(two.id, 1000.0)
+    two.gossip.refresh()
+    one.work(10**9)
+    one.gossip.refresh()
+    for _ in range(3):
+        assert await one.gossip.tell(two.id, two.address)
+    assert two.progress_tracker.total() == Counts()
+    assert two.progress_tracker.bounds.held >= 3
+    three = talkers[2]
+    three.work(900)
+    three.gossip.refresh()
+    assert await three.gossip.tell(two.id, two.address)
+    assert two.progress_tracker.total() == Counts(900)

@@ -358,3 +358,103 @@ async def test_a_claim_that_meets_another_waits_until_it_is_taken_back(make):
     nodes = [make(11, (12,)).start(), make(12, (11,)).start()]
     await asyncio.sleep(15)
     assert sorted(node.how for node in nodes) == ["founded", "joined"]
+
+
+class Campaign:
+    """Five nodes that start in any order, of which two are all's seeds; some freeze, or die and come back.
+
+    What a node's data folder remembers, it knows when it comes back. Training is time: a lineage has as many
+    steps as it is seconds old, and a node that meets a greater one adopts it, as `RecordFollower` does.
+    """
+
+    SEEDS = (1, 2)
+
+    def __init__(self, make, seed: int) -> None:
+        self.make, self.rng = make, random.Random(seed)
+        self.nodes: dict[int, Node] = {}
+        self.memories: dict[int, RememberedSwarm | None] = {}
+        self.known: dict[int, tuple[int, ...]] = {}
+        self.began: dict[str, float] = {}
+        self.foundings: list[int] = []
+
+    def start(self, number: int) -> None:
+        slow = self.rng.random() < 0.4
+        self.nodes[number] = self.make(
+            number,
+            self.SEEDS,
+            knows=self.known.get(number, ()),
+            memory=self.memories.get(number),
+            builds_s=self.rng.uniform(5.0, 20.0) if slow else self.rng.uniform(0.2, 2.0),
+            hesitates_s=self.rng.uniform(0.0, 4.0) if slow else 0.0,
+        ).start()
+
+    def lineage(self, number: int) -> str:
+        node = self.nodes.get(number)
+        return "" if node is None or node.admission.training is None else node.admission.training.lineage
+
+    def look(self, now_s: float) -> None:
+        """Note what data folders get to remember, and let greater lineages be adopted."""
+        by_id = {node.identity.node_id: number for number, node in self.nodes.items()}
+        for number, node in self.nodes.items():
+            if not (mine := self.lineage(number)):
+                continue
+            if mine not in self.began:
+                self.began[mine] = now_s
+                self.foundings.append(number)
+            members = node.service.members()
+            for member in members:
+                theirs = self.lineage(by_id[member.id]) if member.id in by_id else ""
+                if member.state == "alive" and theirs and self.began.get(theirs, now_s) < self.began[mine]:
+                    mine = node.admission.training.lineage = theirs
+            others = tuple(by_id[member.id] for member in members if by_id.get(member.id, number) != number)
+            self.known[number] = tuple(sorted({*self.known.get(number, ()), *others}))
+            steps = int(now_s - self.began[mine])
+            self.memories[number] = RememberedSwarm(
+                "swarm", TaskConfig(), mine, steps, others=bool(self.known[number])
+            )
+
+    async def run(self, seconds: float) -> None:
+        for tick in range(int(4 * seconds)):
+            self.look(tick / 4)
+            await asyncio.sleep(0.25)
+
+    async def kill(self, number: int) -> None:
+        await self.nodes.pop(number).close()
+
+    def freeze(self, number: int) -> None:
+        FROZEN.add(at(number))
+        self.make.network.freeze(self.nodes[number].identity.node_id)
+
+    def thaw(self, number: int) -> None:
+        FROZEN.discard(at(number))
+        self.make.network.thaw(self.nodes[number].identity.node_id)
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 50))]
+)
+async def test_whatever_happens_to_the_seeds_there_is_one_swarm_of_the_oldest_lineage(make, seed):
+    one = Campaign(make, seed)
+    order = one.rng.sample(range(1, 6), 5)
+    running = asyncio.create_task(one.run(160.0))
+
+    async def live(number: int) -> None:
+        await asyncio.sleep(one.rng.choice((0.0, one.rng.uniform(0.0, 30.0))))
+        one.start(number)
+        for _ in range(one.rng.randint(0, 2)):
+            await asyncio.sleep(one.rng.uniform(1.0, 15.0))
+            if one.nodes[number].how is not None and one.rng.random() < 0.5:
+                one.freeze(number)
+                await asyncio.sleep(one.rng.uniform(2.0, 20.0))
+                one.thaw(number)
+            else:
+                await one.kill(number)
+                await asyncio.sleep(one.rng.uniform(0.5, 10.0))
+                one.start(number)
+
+    await asyncio.gather(*map(live, order), running)
+    assert {one.lineage(number) for number in order} == {min(one.began, key=one.began.get)}
+    assert len(one.foundings) == len({*one.foundings}), "nothing is founded twice on one data folder"
+    for number in order:
+        alive = [member for member in one.nodes[number].service.members() if member.state == "alive"]
+        assert len(alive) == 5

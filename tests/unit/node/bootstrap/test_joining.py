@@ -13,7 +13,7 @@ from p2pdrl.transport.protocol import Address
 
 TASK = TaskConfig()
 HASH = task_hash(TASK)
-INFO = JoinInfo(TASK, HASH, "ab" * 8, 420, 42, 1000.0)
+INFO = JoinInfo(TASK, HASH, "ab" * 8, 42, 1000.0)
 
 
 def test_the_swarms_task_arrives():

@@ -10,7 +10,9 @@ import pytest
 from p2pdrl.config.node import CheckpointConfig
 from p2pdrl.config.task import StopConfig, TaskConfig
 from p2pdrl.errors import CheckpointError, StorageError
-from p2pdrl.node.accounting.counters import Counts
+from p2pdrl.membership.identity import Identity
+from p2pdrl.node.accounting.counters import Counts, NodeCounts
+from p2pdrl.node.accounting.facts import FactSigner
 from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.bootstrap.first_state import founded_at, load_checkpoint, restore_steps
 from p2pdrl.node.settings import StopSetting
@@ -20,7 +22,9 @@ from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.tensors.layout import Layout, TensorEntry
 from p2pdrl.tensors.moments import Moments
 
-ME = "a" * 32
+from ..signing import counted, node_id, tracker_of
+
+ME = node_id(10)
 
 
 class FullDisk:
@@ -39,7 +43,7 @@ class FullDisk:
 
 @pytest.fixture
 def progress_tracker() -> ProgressTracker:
-    made = ProgressTracker(ME, 5)
+    made = tracker_of(10, 5)
     made.follow("ab" * 8)
     made.credit(Counts(120, 6, 3))
     made.put_moments({"obs": msgspec.msgpack.encode(Moments(9.0, np.ones(2), np.ones(2)).to_wire())})
@@ -88,14 +92,60 @@ async def test_what_a_checkpoint_holds(checkpointer, store, training):
 
 async def test_an_heir_knows_what_was_done(checkpointer, store, progress_tracker, events):
     await checkpointer.save()
-    heir = ProgressTracker(ME, 6)
+    heir = tracker_of(10, 6)
     await load_checkpoint(store, heir, events)
     assert heir.total() == progress_tracker.total() == Counts(120, 6, 3)
+    heir.sign()
     assert heir.moments_digest() == {"obs": [[ME, 5, 9.0]]}
 
 
+async def test_a_checkpoint_keeps_what_others_signed(checkpointer, store, progress_tracker, events):
+    other = tracker_of(11, 3)
+    other.follow("cd" * 8)
+    other.credit(Counts(1000))
+    progress_tracker.merge_counts(counted(other))
+    await checkpointer.save()
+    heir = tracker_of(10, 6)
+    await load_checkpoint(store, heir, events)
+    assert heir.steps("cd" * 8) == 1000
+    assert heir.counts()["cd" * 8] == other.counts()["cd" * 8]
+
+
+async def test_what_nobody_signed_is_forgotten(checkpointer):
+    mine, other = Identity(b"1" * 32), Identity(b"2" * 32)
+    owner = ProgressTracker(FactSigner(mine, "swarm"), 5)
+    owner.follow("l0")
+    owner.credit(Counts(7))
+    rumour = FactSigner(other, "another swarm")
+    body = msgspec.msgpack.encode(NodeCounts(Counts(10**9), 4))
+    facts = {"l0": [rumour.sign("counts", "l0", body), *counted(owner)["l0"]]}
+    checkpoint = await checkpointer.snapshot()
+    checkpoint.meta["facts"] = base64.b64encode(msgspec.msgpack.encode(facts)).decode()
+    heir = ProgressTracker(FactSigner(mine, "swarm"), 6)
+    restore_steps(heir, checkpoint)
+    assert heir.total() == Counts(7)
+
+
+async def test_of_an_earlier_releases_checkpoint_our_own_counts_and_moments_stay(checkpointer):
+    checkpoint = await checkpointer.snapshot()
+    meta = checkpoint.meta
+    del meta["facts"]
+    meta["counts"] = {
+        "l0": [[[ME, [5, 1, 1], 3, [[4, [10, 2, 2]]]], [node_id(11), [10**9, 0, 0], 2, []]]],
+        "l1": [[[node_id(11), [7, 0, 0], 2, []]]],
+        "l2": [[]],
+    }
+    moments = [[node, 4, Moments(9.0, np.ones(2), np.ones(2)).to_wire()] for node in (ME, node_id(11))]
+    meta["moments"] = base64.b64encode(msgspec.msgpack.encode({"obs": moments})).decode()
+    heir = tracker_of(10, 6)
+    restore_steps(heir, checkpoint)
+    assert heir.total() == Counts(15, 3, 3)
+    heir.sign()
+    assert heir.moments_digest() == {"obs": [[ME, 4, 9.0]]}
+
+
 async def test_nothing_to_take_up(store, events, kinds):
-    assert await load_checkpoint(store, ProgressTracker(ME, 6), events) is None
+    assert await load_checkpoint(store, tracker_of(10, 6), events) is None
     assert founded_at(None, 999.0) == 999.0
     assert kinds() == []
 
@@ -107,7 +157,7 @@ async def test_a_damaged_checkpoint_is_passed_over_and_told(checkpointer, store,
     data = store.last.read_bytes()
     store.last.unlink()
     store.last.write_bytes(data[: len(data) // 2])
-    loaded = await load_checkpoint(store, ProgressTracker(ME, 6), events)
+    loaded = await load_checkpoint(store, tracker_of(10, 6), events)
     assert loaded.meta["policy_version"] == 30
     assert kinds() == ["checkpoint-skipped"]
 
@@ -115,9 +165,14 @@ async def test_a_damaged_checkpoint_is_passed_over_and_told(checkpointer, store,
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda meta: meta.pop("counts"),
-        lambda meta: meta.update(counts=7),
-        lambda meta: meta.update(counts={"l0": "many"}),
+        lambda meta: meta.pop("facts"),
+        lambda meta: meta.update(facts=7),
+        lambda meta: meta.update(facts="not base64!"),
+        lambda meta: meta.update(facts=base64.b64encode(msgspec.msgpack.encode({"l0": [7]})).decode()),
+        lambda meta: meta.update(counts=meta.pop("facts") and 7),
+        lambda meta: meta.update(counts={meta.pop("facts"): "many"}),
+        lambda meta: meta.update(counts={meta.pop("facts"): [[[ME, 7]]]}),
+        lambda meta: meta.update(counts={meta.pop("facts"): []}),
         lambda meta: meta.pop("moments"),
         lambda meta: meta.update(moments="not base64!"),
         lambda meta: meta.update(moments=7),
@@ -130,7 +185,7 @@ async def test_unreadable_counts_are_told(checkpointer, spoil):
     checkpoint = await checkpointer.snapshot()
     spoil(checkpoint.meta)
     with pytest.raises(CheckpointError, match="can't be read"):
-        restore_steps(ProgressTracker(ME, 6), checkpoint)
+        restore_steps(tracker_of(10, 6), checkpoint)
 
 
 async def test_a_full_disk_is_told_once_until_it_works_again(checkpointer, disk, kinds, clock):

@@ -25,7 +25,7 @@ SERVERS = ServerSyncConfig(servers=2)
 
 
 def joined(lineage: str = LINEAGE) -> SwarmOrigin:
-    return SwarmOrigin("joined", TASK, JoinInfo(TASK, task_hash(TASK), lineage, 1000, 10, 0.0))
+    return SwarmOrigin("joined", TASK, JoinInfo(TASK, task_hash(TASK), lineage, 10, 0.0))
 
 
 @pytest.fixture

@@ -17,7 +17,9 @@ from p2pdrl.node.status.view import ApiView
 from p2pdrl.strategies.local import LocalStrategy
 from p2pdrl.strategies.protocol import Merged, RoundReport
 
-B, C, D = "b" * 32, "c" * 32, "d" * 32
+from ..signing import node_id, said
+
+B, C, D = map(node_id, range(11, 14))
 
 
 @pytest.fixture
@@ -54,7 +56,7 @@ def view_of(context, figures, events) -> ApiView:
 
 def hear(context, clock, node, stamp, strategy, seq=1):
     report = PeerReport(id=node, boot=1, seq=seq, state="training", mode_epoch=stamp, strategy=strategy)
-    context.gossip.table.merge([report], clock.monotonic())
+    context.gossip.table.merge([said(report)], clock.monotonic())
 
 
 async def test_before_there_is_a_record(figures):

@@ -8,7 +8,6 @@ import pytest
 
 from p2pdrl.errors import CheckpointError
 from p2pdrl.node.accounting.counters import Counts
-from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.accounting.report_table import PeerReport
 from p2pdrl.node.children.restarts import death_of
 from p2pdrl.node.context import NodeContext
@@ -16,6 +15,8 @@ from p2pdrl.node.status.meters import Meters
 from p2pdrl.node.status.reporter import StatusReporter
 from p2pdrl.node.status.view import ApiView
 from p2pdrl.workers.protocol import Crashed
+
+from ..signing import counted, node_id, said, tracker_of
 
 STATUS = (
     "name id swarm_id address pid version mode mode_epoch mode_error strategy accounting lineage "
@@ -32,7 +33,7 @@ ROW = (
     "trains collects stage bubble roles reach relays"
 )
 STATUS_KEYS, ROW_KEYS = set(STATUS.split()), set(ROW.split())
-B, C, D, E = ("b" * 32, "c" * 32, "d" * 32, "e" * 32)
+B, C, D, E, F, G = map(node_id, range(11, 17))
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def full(talking, membership, training, clock) -> NodeContext:
         report(B, policy_version=30, state="training", steps_per_s=50.0, mean_return=7.0),
         report(C, policy_version=99, healthy=False, reasons=("the learner is down",)),
     ]
-    context.gossip.table.merge(reports, clock.monotonic())
+    context.gossip.table.merge(map(said, reports), clock.monotonic())
     return context
 
 
@@ -67,12 +68,10 @@ def figures(full) -> StatusReporter:
 
 
 async def test_actors_work_for_learners_that_learn_by_themselves(full, figures, membership, clock):
-    membership.views += [membership.view("f" * 32, "fred"), membership.view("a1" * 16, "new")]
-    assert set(figures.trainers()) == {B, "f" * 32, "a1" * 16}, "whoever hasn't said otherwise may"
-    full.gossip.table.merge(
-        [report("f" * 32, state="training", trains=False, stage="2/2")], clock.monotonic()
-    )
-    assert set(figures.trainers()) == {B, "a1" * 16}
+    membership.views += [membership.view(F, "fred"), membership.view(G, "new")]
+    assert set(figures.trainers()) == {B, F, G}, "whoever hasn't said otherwise may"
+    full.gossip.table.merge([said(report(F, state="training", trains=False, stage="2/2"))], clock.monotonic())
+    assert set(figures.trainers()) == {B, G}
 
 
 async def test_status_has_exactly_the_promised_keys(figures, full):
@@ -126,7 +125,7 @@ async def test_rows_have_exactly_the_promised_keys(figures, full):
 
 
 async def test_roles_are_told_and_only_learners_are_met(figures, full, membership):
-    eva = "f" * 32
+    eva = F
     membership.views.append(membership.view(eva, "eva", tags={"roles": "actor,replay"}))
     rows = {row["name"]: row["roles"] for row in figures.peers()}
     assert rows["eva"] == ["actor", "replay"]
@@ -149,7 +148,7 @@ async def test_who_trains_is_told(figures, full, clock):
     ):
         fields = {"state": "training"} | fields
         made = msgspec.structs.replace(report(B, **fields), seq=number + 2)
-        full.gossip.table.merge([made], now_s)
+        full.gossip.table.merge([said(made)], now_s)
         assert figures.peers()[1]["trains"] is trains, fields
 
 
@@ -182,10 +181,10 @@ async def test_donors_that_train_and_are_ahead_come_first(figures, full, members
     views += [("4", {"state": "training", "policy_version": 99, "healthy": False})]
     membership.views = membership.views[:1]
     for digit, fields in views:
-        membership.views.append(membership.view(digit * 32, digit))
-        full.gossip.table.merge([report(digit * 32, **fields)], clock.monotonic())
-    membership.views.append(membership.view("5" * 32, "5"))
-    assert [donor[0] for donor in figures.donors()] == ["3", "1", "4", "2", "5"]
+        membership.views.append(membership.view(node_id(int(digit)), digit))
+        full.gossip.table.merge([said(report(node_id(int(digit)), **fields))], clock.monotonic())
+    membership.views.append(membership.view(node_id(5), "5"))
+    assert figures.donors() == [node_id(number) for number in (3, 1, 4, 2, 5)]
 
 
 async def test_living_reports_want_everybody(figures, full, membership):
@@ -334,12 +333,12 @@ async def test_without_file_descriptors_memory_is_left_out(figures, monkeypatch)
     [(799, "training", False), (801, "training", True), (801, "paused", True), (801, "fetching", False)],
 )
 def test_a_greater_lineage_is_seen_in_the_reports(full, figures, clock, steps, state, greater):
-    other = ProgressTracker(B, 7)
+    other = tracker_of(11, 7)
     other.follow("cd" * 8)
     other.credit(Counts(steps, 1, 1))
-    full.progress_tracker.merge_counts(other.counts())
+    full.progress_tracker.merge_counts(counted(other))
     told = PeerReport(id=B, boot=1, seq=9, state=state, lineage="cd" * 8, mode_epoch=2**40)
-    full.gossip.table.merge([told], clock.monotonic())
+    full.gossip.table.merge([said(told)], clock.monotonic())
     found = figures.greater_lineage()
     assert (found is not None) is greater
     if found is not None:
