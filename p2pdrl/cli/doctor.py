@@ -355,6 +355,14 @@ def _of_running_node(name: str, where: Address) -> Check:
     return Check(name, "ok", "a node runs here, and nobody has tried to dial it yet")
 
 
+def _operators(keys: SwarmKeys) -> Check:
+    """Whether anybody in particular commands the swarm."""
+    if not keys.operators:
+        advice = "name one: `p2pdrl key rotate FILE --add-operator KEY:NAME`"
+        return Check("operators", "warn", "none: whoever holds the key may command the swarm", advice)
+    return Check("operators", "ok", ", ".join(operator.words for operator in keys.operators))
+
+
 _STYLE = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -386,6 +394,8 @@ def doctor(
     """  # fmt: skip
     keys = read_swarm_keys(swarm_key_file) if swarm_key_file else None
     checks = machine_checks(data_dir, listen)
+    if keys is not None:
+        checks.append(_operators(keys))
     for address in split_addresses(peers):
         checks += peer_checks(address, keys, listen=listen)
     failed = sum(check.result == "fail" for check in checks)

@@ -314,6 +314,7 @@ async def open_node(
     if data.picked_other:
         events.emit("data-dir", f"the first data folder is in use; this node takes {data.path}")
     identity = Identity.load_or_create(data.path)
+    roots = () if keys is None else keys.operators
     view = ApiView(
         name=node.name or "",
         node_id=identity.node_id,
@@ -364,7 +365,9 @@ async def open_node(
         rng=random.Random(identity.node_id),
         known=known,
         tags=tags_of(node.roles, promote=node.promote),
+        roots=roots,
     )
+    transport.bar(lambda node_id: None if (ban := core.swarm.bans.get(node_id)) is None else ban.words)
     boot = core.me.incarnation.boot_ms
     membership = MembershipService(
         core,
@@ -377,6 +380,8 @@ async def open_node(
         on_record=on_record,
         on_twin=on_twin,
     )
+    if key_watch is not None:
+        key_watch.use_operators = membership.use_roots
     context = NodeContext(
         config=config,
         name=name,
@@ -393,6 +398,12 @@ async def open_node(
         progress_tracker=ProgressTracker(identity.node_id, boot),
         began_s=clock.monotonic(),
     )
+    if good and not roots:
+        text = (
+            "the swarm's key names no operator, so whoever holds it can change, pause and end the swarm; "
+            "`p2pdrl key rotate` with --add-operator names one"
+        )
+        events.emit("no-operators", text, level="warning")
     _tell(context, events, keyed=bool(good), moved=node.listen is None and bound.port != DEFAULT_PORT)
     may_move = node.advertise is None and bound.host in _WILDCARDS
     return Opened(data, context, view, bool(known.members), may_move, key_watch)
