@@ -192,7 +192,9 @@ def _changed(
             known = ", ".join(f"{operator.name} ({operator.id[:8]})" for operator in operators) or "none"
             raise UsageError(f"{word!r} names {len(found)} of the key's root operators, which are: {known}")
         kept.remove(found[0])
-    kept += [operator for operator in add if all(operator.public_key != held.public_key for held in kept)]
+    for operator in add:
+        if all(operator.public_key != held.public_key for held in kept):
+            kept.append(operator)
     if len(kept) > MAX_OPERATORS:
         raise UsageError(f"a key names {MAX_OPERATORS} root operators at most, not {len(kept)}")
     if operators and not kept:
