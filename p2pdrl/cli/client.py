@@ -90,6 +90,11 @@ class NodeClient:
         self._target: tuple[bytes, str] | None = None
         """The key with which the node has proven itself, and the target that it proved."""
 
+    @property
+    def on_this_machine(self) -> bool:
+        """Whether the node is asked over loopback."""
+        return _is_this_machine(self.address.host)
+
     def status(self) -> dict[str, Any]:
         """The node's ``/v1/status``."""
         return self._dict(self.get("/v1/status"))

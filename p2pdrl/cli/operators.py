@@ -6,6 +6,7 @@ signatures as a node would, signs the next one here, and gives that to the node 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable
@@ -43,7 +44,7 @@ def command_swarm(target: Target, client: NodeClient, path: str, setting: Settin
     records = _records(target, client)
     if not records.roots:
         return client.post(path)
-    operator = _operator(target, records)
+    operator = _operator(target, client, records)
     key, value = setting(records, operator.public.words)
     return _sign(client, records, operator, key, value)
 
@@ -78,12 +79,15 @@ def _records(target: Target, client: NodeClient) -> SwarmRecords:
     return records
 
 
-def _operator(target: Target, records: SwarmRecords) -> OperatorKey:
-    """The key to sign with.
+def _operator(target: Target, client: NodeClient, records: SwarmRecords) -> OperatorKey:
+    """The key to sign with: as named, else beside the swarm's key, of which a node of this machine tells.
 
     Raises:
         P2PDRLError: there is none, or it is of nobody who may.
     """
+    if target.operator_path is None and client.on_this_machine:
+        beside = client.get("/v1/config")["node"].get("swarm_key_file")
+        target = dataclasses.replace(target, key_file=beside if isinstance(beside, str) else None)
     found = target.operator()
     names = ", ".join(operator.words for operator in records.operators)
     if found is None:
@@ -202,7 +206,7 @@ def _by_root(target: Target, client: NodeClient) -> tuple[SwarmRecords, Operator
             "the swarm's key names no operators, so there is nobody who could name others; "
             "`p2pdrl key rotate FILE --add-operator KEY:NAME` names the first"
         )
-    operator = _operator(target, records)
+    operator = _operator(target, client, records)
     if all(root.public_key != operator.signer.public_key for root in records.roots):
         names = ", ".join(root.words for root in records.roots)
         raise P2PDRLError(f"{operator.public.words} can't change this, root operators can: {names}")

@@ -99,6 +99,7 @@ class FakeNode:
         self.token = "7" * 64
         self.swarm_keys = () if swarm_key is None else (swarm_key,)
         self.open_metrics = False
+        self.swarm_key_file: str | None = None
         self.data_dir = data_dir
         self.reasons: list[str] = []
         self.log = FakeEvents()
@@ -255,8 +256,8 @@ class FakeNode:
         return b"p2pdrl" * 600_000
 
     def config(self) -> dict[str, object]:
-        """One key."""
-        return {"task": {"env": {"id": "CartPole-v1"}}}
+        """Two keys."""
+        return {"task": {"env": {"id": "CartPole-v1"}}, "node": {"swarm_key_file": self.swarm_key_file}}
 
 
 class ServedNode:

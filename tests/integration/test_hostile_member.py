@@ -49,7 +49,13 @@ from p2pdrl.transport.protocol import Address, Reply
 
 PACE = ["--set", "node.learner.max_updates_per_s=10", "--set", "task.algorithm.unroll_steps=16"]
 SLOW = ["--set", "node.learner.max_updates_per_s=2", "--set", "task.algorithm.unroll_steps=16"]
-SETTINGS = {"mode": ModeSetting, "stop": StopSetting, "halt": HaltSetting, "pause": PauseSetting}
+SETTINGS = {
+    "operators": OperatorsSetting,
+    "mode": ModeSetting,
+    "stop": StopSetting,
+    "halt": HaltSetting,
+    "pause": PauseSetting,
+}
 JUNK: list[Any] = [
     *(None, True, 0, -1, 2**63 - 1, 2**64 - 1, -(2**63), 1e308, math.nan, math.inf, -math.inf, 5e-324, ""),
     *("x" * 300, "\x00\x1b[2J<script>", "é" * 64, b"", b"\xff" * 300, [], {}, [[[]]], {"a": {"b": []}}),

@@ -101,6 +101,14 @@ def test_the_key_may_be_named_by_the_environment(run, held, tmp_path, monkeypatc
     assert run("pause", "--swarm").exit_code == 0
 
 
+def test_on_its_own_machine_a_node_tells_where_the_swarms_key_is(p2pdrl, held, served, key, monkeypatch):
+    monkeypatch.setenv("P2PDRL_TOKEN", served.node.token)
+    assert p2pdrl("pause", "--swarm", "--api", served.address).exit_code == 1
+    served.node.swarm_key_file = str(key)
+    assert p2pdrl("pause", "--swarm", "--api", served.address).exit_code == 0
+    assert value(held, "pause") == PauseSetting(True)
+
+
 def test_a_key_of_nobody_who_may_signs_nothing(run, held, tmp_path):
     write_operator_key(tmp_path / "other", "mallory")
     result = run("halt", "--operator", str(tmp_path / "other"))
