@@ -5,7 +5,7 @@
 | open (``/``, ``/healthz``, ``/readyz``) | anyone who reaches the port | anyone; reasons to some only |
 | metrics | anyone | credentials, unless ``open_metrics`` |
 | read | anyone (it listens on loopback only) | credentials |
-| change | credentials, even on loopback: a lab machine's loopback isn't private | credentials |
+| change, ask | credentials, even on loopback: a lab machine's loopback isn't private | credentials |
 
 Where the swarm has operators, its key alone changes nothing: the request is signed by one of them as well
 (``P2PDRL-Operator``: public key and signature in hex, of the MAC). The local token still does, for its node.
@@ -63,6 +63,8 @@ class Access(Enum):
     METRICS = "metrics"
     READ = "read"
     CHANGE = "change"
+    ASK = "ask"
+    """Wants credentials as a change does, and changes nothing."""
 
 
 class AccessGuard:
@@ -102,7 +104,7 @@ class AccessGuard:
         """
         _refuse_body(request, takes_body=takes_body)
         shown = "P2PDRL-Mac" in request.headers or "Authorization" in request.headers
-        if access is Access.CHANGE or not self._readable(access) or (access is Access.OPEN and shown):
+        if access in (Access.CHANGE, Access.ASK) or not self._readable(access) or (access is Access.OPEN and shown):
             self._authenticate(request, access)
             request[_PROVEN] = True
         elif access is Access.OPEN or self._node.swarm_keys:

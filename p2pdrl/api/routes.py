@@ -22,7 +22,7 @@
 | ``POST /v1/halt`` | change | ``?reason=TEXT``; the training ends everywhere |
 | ``POST /v1/ban`` ``/v1/unban`` | change | ``?node=ID&reason=TEXT`` |
 | ``POST /v1/roles`` | change | ``?role=actor&role=…``; this node's from now on, or 400 and why not |
-| ``POST /v1/dial-back`` | change | ``?port=N&nonce=HEX``; whether we can connect to that port of the asker |
+| ``POST /v1/dial-back`` | ask | ``?port=N&nonce=HEX``; whether we can connect to that port of the asker |
 | ``POST /v1/leave`` | change | 202; the node leaves and ends |
 
 Where the swarm has operators, what concerns all of it is answered 403 but for ``POST /v1/records``: operators
@@ -96,7 +96,7 @@ def mount(app: web.Application, node: NodeView, clock: Clock | None = None) -> N
         ("POST", "/v1/ban", Access.CHANGE, functools.partial(routes.ban, True)),
         ("POST", "/v1/unban", Access.CHANGE, functools.partial(routes.ban, False)),
         ("POST", "/v1/roles", Access.CHANGE, routes.roles),
-        ("POST", "/v1/dial-back", Access.CHANGE, routes.dial_back),
+        ("POST", "/v1/dial-back", Access.ASK, routes.dial_back),
         ("POST", "/v1/leave", Access.CHANGE, routes.leave),
     ]
     for method, path, access, handler in table:

@@ -248,8 +248,7 @@ class Node:
             if opened.key_watch is not None:
                 jobs.append(group.create_task(opened.key_watch.run(), name="swarm key"))
             jobs += await self._look_around(group, may_move=opened.may_move)
-            memory = await self._memory.read()
-            recall_members(context, memory)
+            memory = recall_members(context, await self._memory.read())
             origin = await self._admission.find_swarm(
                 context.membership.joiner, context.address, remembers=opened.remembers, memory=memory
             )

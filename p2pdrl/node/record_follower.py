@@ -372,7 +372,7 @@ class RecordFollower:
         return False
 
     def _met_early(self, condition: StopSetting) -> bool:
-        """Whether the stop condition is met, before this node trains: by steps and time, as it has been told."""
+        """Whether the stop condition is met, before this node trains: by steps and time, as it was told."""
         context = self._context
         steps = context.progress_tracker.steps(context.membership.records.lineage)
         age_s = max(0.0, context.clock.wall() - condition.founded_at)

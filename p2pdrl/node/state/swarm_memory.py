@@ -142,14 +142,15 @@ class SwarmMemory:
         return found if good and found.lineage else None
 
 
-def recall_members(context: NodeContext, memory: RememberedSwarm | None) -> None:
-    """Recall who may command and who is banned, whatever comes of the swarm otherwise.
+def recall_members(context: NodeContext, memory: RememberedSwarm | None) -> RememberedSwarm | None:
+    """Recall who may command and who is banned, whatever comes of the swarm otherwise; return ``memory``.
 
     Whoever takes us in may be one of those, and would tell us of neither.
     """
     for key in (settings.OPERATORS, settings.BANS):
         if memory is not None and (record := memory.record(key)) is not None:
             _recall(context, record)
+    return memory
 
 
 def _recall_commands(context: NodeContext, memory: RememberedSwarm) -> None:

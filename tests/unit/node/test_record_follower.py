@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 import msgspec
@@ -385,3 +386,18 @@ async def test_only_a_lineages_founder_writes_its_first_settings(
     follower.enter(training.lineage)
     follower.found(training, 500.0)
     assert [record.epoch for record in operated.records.all()] == [1, 1]
+
+
+async def test_who_hears_that_the_swarm_is_done_before_it_trains_looks_itself(
+    follower, operated, training, context
+):
+    operated.propose(settings.STOP, stop_setting(env_steps=100))
+    version = operated.records.get(settings.STOP)
+    halt = HaltSetting("env_steps", "done", version.epoch, version.proposer)
+    operated.submit(operated.records.compose(settings.HALT, halt, Identity(b"s" * 32)))
+    waiting = asyncio.create_task(follower.until_done())
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    context.progress_tracker.credit(Counts(100))
+    follower.record_changed()
+    assert await asyncio.wait_for(waiting, 5) == "done"
