@@ -104,7 +104,11 @@ class AccessGuard:
         """
         _refuse_body(request, takes_body=takes_body)
         shown = "P2PDRL-Mac" in request.headers or "Authorization" in request.headers
-        if access in (Access.CHANGE, Access.ASK) or not self._readable(access) or (access is Access.OPEN and shown):
+        if (
+            access in (Access.CHANGE, Access.ASK)
+            or not self._readable(access)
+            or (access is Access.OPEN and shown)
+        ):
             self._authenticate(request, access)
             request[_PROVEN] = True
         elif access is Access.OPEN or self._node.swarm_keys:
