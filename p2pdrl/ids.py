@@ -4,7 +4,7 @@
 |---|---|---|
 | node id | SHA-256 of the Ed25519 public key | 32 hex digits |
 | swarm id | SHA-256 of the swarm key, or of the swarm's name when there is no key | 16 hex digits |
-| lineage | random at founding | 16 hex digits |
+| lineage | 8 random digits, then SHA-256 of them and its founder's Ed25519 public key | 32 hex digits |
 | exchange id | random per exchange | 16 hex digits |
 | boot id | wall clock at start of the daemon, milliseconds | integer |
 """
@@ -17,6 +17,7 @@ import secrets
 
 __all__ = [
     "PROTOCOL_VERSION",
+    "founded_by",
     "is_node_id",
     "new_exchange_id",
     "new_lineage",
@@ -29,6 +30,7 @@ __all__ = [
 PROTOCOL_VERSION = 6
 """Version of the peer protocol; nodes of different versions don't join each other."""
 
+_NONCE_DIGITS = 8
 _NODE_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -52,9 +54,19 @@ def swarm_id_from_name(name: str) -> str:
     return hashlib.sha256(b"p2pdrl swarm name\0" + name.encode()).hexdigest()[:16]
 
 
-def new_lineage() -> str:
-    """Return a fresh lineage id."""
-    return secrets.token_hex(8)
+def new_lineage(founder_key: bytes) -> str:
+    """Return a fresh lineage id, which shows whose it is: the node with this public key founds it."""
+    return _lineage(secrets.token_hex(_NONCE_DIGITS // 2), founder_key)
+
+
+def founded_by(lineage: str, public_key: bytes) -> bool:
+    """Tell whether the node with this public key founded ``lineage``."""
+    return lineage == _lineage(lineage[:_NONCE_DIGITS], public_key)
+
+
+def _lineage(nonce: str, founder_key: bytes) -> str:
+    """Whoever wants the same id for another key has to find it among 2⁹⁶."""
+    return nonce + hashlib.sha256(b"p2pdrl lineage\0" + nonce.encode() + founder_key).hexdigest()[:24]
 
 
 def new_exchange_id() -> str:

@@ -5,7 +5,10 @@
 | open (``/``, ``/healthz``, ``/readyz``) | anyone who reaches the port | anyone; reasons to some only |
 | metrics | anyone | credentials, unless ``open_metrics`` |
 | read | anyone (it listens on loopback only) | credentials |
-| change | credentials, even on loopback: a lab machine's loopback isn't private | credentials |
+| change, ask | credentials, even on loopback: a lab machine's loopback isn't private | credentials |
+
+Where the swarm has operators, its key alone changes nothing: the request is signed by one of them as well
+(``P2PDRL-Operator``: public key and signature in hex, of the MAC). The local token still does, for its node.
 
 Credentials are the local token as ``Authorization: Bearer``, or a MAC over method, path, time, nonce
 and target keyed by the local token or by the swarm key. Our own commands always send the MAC, so
@@ -28,7 +31,17 @@ from aiohttp import web
 from p2pdrl.api.answers import ApiRefusal, Handler, answers_errors, json_answer
 from p2pdrl.api.protocol import NodeView
 from p2pdrl.clock import Clock
-from p2pdrl.transport.auth import ReplayGuard, is_nonce, new_nonce, parse_time, prove_target, verify_api
+from p2pdrl.membership.identity import verify
+from p2pdrl.transport.auth import (
+    OPERATOR_HEADER,
+    ReplayGuard,
+    is_nonce,
+    new_nonce,
+    operator_payload,
+    parse_time,
+    prove_target,
+    verify_api,
+)
 from p2pdrl.transport.dial import is_loopback
 from p2pdrl.transport.http.listener import watched
 
@@ -39,6 +52,7 @@ MAC_HEADERS = ("P2PDRL-Time", "P2PDRL-Nonce", "P2PDRL-Mac")
 
 _MAC = re.compile(r"[0-9a-f]{64}")
 _PROVEN = web.RequestKey("proven", bool)
+_SIGNATURE = re.compile(r"[0-9a-f]{128}")
 _WANTS = {"WWW-Authenticate": 'Bearer realm="p2pdrl"'}
 
 
@@ -49,6 +63,8 @@ class Access(Enum):
     METRICS = "metrics"
     READ = "read"
     CHANGE = "change"
+    ASK = "ask"
+    """Wants credentials as a change does, and changes nothing."""
 
 
 class AccessGuard:
@@ -88,8 +104,12 @@ class AccessGuard:
         """
         _refuse_body(request, takes_body=takes_body)
         shown = "P2PDRL-Mac" in request.headers or "Authorization" in request.headers
-        if access is Access.CHANGE or not self._readable(access) or (access is Access.OPEN and shown):
-            self._authenticate(request)
+        if (
+            access in (Access.CHANGE, Access.ASK)
+            or not self._readable(access)
+            or (access is Access.OPEN and shown)
+        ):
+            self._authenticate(request, access)
             request[_PROVEN] = True
         elif access is Access.OPEN or self._node.keyed:
             return
@@ -105,9 +125,9 @@ class AccessGuard:
             return True
         return access is Access.METRICS and self._node.open_metrics
 
-    def _authenticate(self, request: web.Request) -> None:
+    def _authenticate(self, request: web.Request, access: Access) -> None:
         if "P2PDRL-Mac" in request.headers:
-            self._check_mac(request)
+            self._check_mac(request, access)
             return
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         if given and self._node.keyed and not (request.secure or is_loopback(request.remote or "")):
@@ -128,7 +148,7 @@ class AccessGuard:
                 401, "that isn't this node's token, which is in the file `token` of its data folder", _WANTS
             )
 
-    def _check_mac(self, request: web.Request) -> None:
+    def _check_mac(self, request: web.Request, access: Access) -> None:
         """In this order strangers learn nothing: only holders of a key hear of freshness."""
         time_text, nonce, mac = (request.headers.get(name, "") for name in MAC_HEADERS)
         wall_s = parse_time(time_text)
@@ -136,12 +156,15 @@ class AccessGuard:
         if wall_s is None or not well_formed:
             raise ApiRefusal(400, "malformed P2PDRL-Time, P2PDRL-Nonce, P2PDRL-Mac or path")
         signed = (request.method, request.raw_path, wall_s, nonce)
-        if not any(verify_api(key, *signed, mac=mac, target=self._target) for key in self._keys()):
+        good = [key for key in self._keys() if verify_api(key, *signed, mac=mac, target=self._target)]
+        if not good:
             raise ApiRefusal(
                 401,
                 "the request is signed with another swarm's key or another node's token, or for another node",
                 _WANTS,
             )
+        if access is Access.CHANGE and self._node.token.encode() not in good:
+            self._check_operator(request.headers.get(OPERATOR_HEADER, ""), mac)
         if stale := self._replays.stale(wall_s):
             raise ApiRefusal(401, stale)
         fresh = self._replays.take(nonce)
@@ -149,6 +172,21 @@ class AccessGuard:
             raise ApiRefusal(429, "too many signed requests a minute", {"Retry-After": "60"})
         if not fresh:
             raise ApiRefusal(409, "this signed request was seen before")
+
+    def _check_operator(self, shown: str, mac: str) -> None:
+        operators = self._node.operator_keys
+        if not operators:
+            return
+        public, _, signature = shown.partition(".")
+        if not (_MAC.fullmatch(public) and _SIGNATURE.fullmatch(signature)):
+            raise ApiRefusal(
+                403,
+                "the swarm's key alone changes nothing here: on its own machine name the node's --data-dir, "
+                "or sign as an operator with --operator FILE",
+            )
+        key = bytes.fromhex(public)
+        if key not in operators or not verify(key, bytes.fromhex(signature), operator_payload(mac)):
+            raise ApiRefusal(403, "that isn't signed by an operator of this swarm")
 
     def _keys(self) -> list[bytes]:
         return [self._node.token.encode(), *self._node.swarm_keys]

@@ -64,6 +64,10 @@ class NodeView(Protocol):
         """Makes and redeems invites; None where this node holds no swarm key."""
 
     @property
+    def operator_keys(self) -> tuple[bytes, ...]:
+        """Public keys of the swarm's operators; none where everybody who holds its key may command."""
+
+    @property
     def open_metrics(self) -> bool:
         """Whether ``/metrics`` is answered without credentials even with a swarm key."""
 
@@ -129,6 +133,45 @@ class NodeView(Protocol):
 
     def mode(self) -> dict[str, object]:
         """The swarm's mode: what is in force here, since when, and who follows it."""
+
+    def records(self) -> dict[str, object]:
+        """The swarm's records as they are signed, and who may command: what an operator's next is made from.
+
+        ``swarm_id``, ``lineage``, ``operators`` (``name``, ``id``, ``public_key``, ``root``; empty where
+        everybody may command) and ``records`` (``key``, ``epoch``, ``by``, ``operator``, ``at``, and
+        ``record`` in base64).
+        """
+
+    async def submit(self, record: bytes) -> dict[str, object]:
+        """Give the swarm a record that an operator has signed.
+
+        Returns:
+            ``epoch`` and ``proposer`` of the record.
+
+        Raises:
+            ApiRefusal: it isn't one, a newer one is there, or the swarm has no operators.
+            ConfigError: it is a mode that can't work.
+        """
+
+    async def set_stop(self, sets: Sequence[str]) -> dict[str, object]:
+        """Give the swarm another stop condition.
+
+        Args:
+            sets: ``KEY=VALUE`` of `p2pdrl.config.task.StopConfig`.
+
+        Raises:
+            ConfigError: there is no such condition, or it can't be met.
+        """
+
+    async def halt(self, reason: str) -> dict[str, object]:
+        """End the training everywhere."""
+
+    async def ban(self, node: str, *, reason: str, banned: bool) -> dict[str, object]:
+        """Have every member refuse a node, by its id, or take it again.
+
+        Raises:
+            ConfigError: that can't be an id.
+        """
 
     def evaluations(self) -> list[dict[str, object]]:
         """The swarm's evaluations, oldest first."""

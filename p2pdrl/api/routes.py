@@ -8,6 +8,8 @@
 | ``GET /metrics`` | metrics | Prometheus text |
 | ``GET /v1/status`` ``/v1/peers`` ``/v1/config`` | read | JSON |
 | ``GET /v1/mode`` ``/v1/rounds`` ``/v1/evaluations`` ``/v1/history`` | read | JSON |
+| ``GET /v1/records`` | read | JSON; the swarm's records as they are signed, and its operators |
+| ``POST /v1/records`` | read | a record that an operator has signed, as it is on the wire |
 | ``GET /v1/pipeline/trace`` | read | Chrome's trace format; ``?seconds=2``, up to 60 |
 | ``GET /v1/events`` | read | event stream; ``?follow=0`` a JSON list; ``?since=N`` |
 | ``GET /v1/checkpoint`` | read | safetensors file |
@@ -16,12 +18,17 @@
 | ``POST /v1/checkpoint`` | change | ``{"path"}`` |
 | ``POST /v1/pause`` ``/v1/resume`` | change | ``?scope=node`` or ``swarm`` |
 | ``POST /v1/mode`` | change | ``?mode=MODE&set=KEY=VALUE&…``; ``{"epoch", "proposer"}``, or 400 and why not |
+| ``POST /v1/stop`` | change | ``?set=KEY=VALUE&…``, the swarm's stop condition |
+| ``POST /v1/halt`` | change | ``?reason=TEXT``; the training ends everywhere |
+| ``POST /v1/ban`` ``/v1/unban`` | change | ``?node=ID&reason=TEXT`` |
 | ``POST /v1/roles`` | change | ``?role=actor&role=…``; this node's from now on, or 400 and why not |
-| ``POST /v1/dial-back`` | change | ``?port=N&nonce=HEX``; whether we can connect to that port of the asker |
+| ``POST /v1/dial-back`` | ask | ``?port=N&nonce=HEX``; whether we can connect to that port of the asker |
 | ``POST /v1/leave`` | change | 202; the node leaves and ends |
 | ``/v1/invites`` and below | | see `invites` |
 
-Called once by the daemon. Host and Origin are checked before, by the transport's middleware.
+Where the swarm has operators, what concerns all of it is answered 403 but for ``POST /v1/records``: operators
+sign by themselves, and the node carries that. Called once by the daemon. Host and Origin are checked before,
+by the transport's middleware.
 """
 
 from __future__ import annotations
@@ -51,9 +58,10 @@ _PIECE_BYTES = 1 << 20
 
 _MAX_SETS = 64
 _PORT = re.compile(r"[0-9]{1,5}")
+_LONGEST_RECORD = 16_384
 _LONGEST_TRACE_S = 60.0
 
-_TAKE_BODIES = frozenset({"/v1/act", "/v1/invites/redeem", "/v1/invites/renew"})
+_TAKE_BODIES = frozenset({"/v1/act", "/v1/records", "/v1/invites/redeem", "/v1/invites/renew"})
 
 Route = tuple[str, str, Access, Handler]
 
@@ -78,6 +86,8 @@ def mount(app: web.Application, node: NodeView, clock: Clock | None = None) -> N
         ("GET", "/v1/rounds", Access.READ, _shows(node.rounds)),
         ("GET", "/v1/evaluations", Access.READ, _shows(node.evaluations)),
         ("GET", "/v1/history", Access.READ, _shows(node.history)),
+        ("GET", "/v1/records", Access.READ, _shows(node.records)),
+        ("POST", "/v1/records", Access.READ, routes.submit),
         ("GET", "/v1/pipeline/trace", Access.READ, routes.trace),
         ("GET", "/v1/events", Access.READ, streams.handle),
         ("GET", "/v1/checkpoint", Access.READ, routes.export),
@@ -87,8 +97,12 @@ def mount(app: web.Application, node: NodeView, clock: Clock | None = None) -> N
         ("POST", "/v1/pause", Access.CHANGE, functools.partial(routes.pause, True)),
         ("POST", "/v1/resume", Access.CHANGE, functools.partial(routes.pause, False)),
         ("POST", "/v1/mode", Access.CHANGE, routes.mode),
+        ("POST", "/v1/stop", Access.CHANGE, routes.stop),
+        ("POST", "/v1/halt", Access.CHANGE, routes.halt),
+        ("POST", "/v1/ban", Access.CHANGE, functools.partial(routes.ban, True)),
+        ("POST", "/v1/unban", Access.CHANGE, functools.partial(routes.ban, False)),
         ("POST", "/v1/roles", Access.CHANGE, routes.roles),
-        ("POST", "/v1/dial-back", Access.CHANGE, routes.dial_back),
+        ("POST", "/v1/dial-back", Access.ASK, routes.dial_back),
         ("POST", "/v1/leave", Access.CHANGE, routes.leave),
         ("GET", "/v1/invites", Access.READ, invites.list),
         ("POST", "/v1/invites", Access.CHANGE, invites.create),
@@ -179,6 +193,31 @@ class _Routes:
         if len(modes) != 1 or len(sets) > _MAX_SETS:
             raise ApiRefusal(400, f"this route takes one mode, and at most {_MAX_SETS} times set=KEY=VALUE")
         return json_answer({"ok": True, **await self._node.set_mode(modes[0], sets)})
+
+    async def submit(self, request: web.Request) -> web.Response:
+        """A record is signed itself, so its body needs no signature of the request."""
+        length = request.content_length
+        if length is None or length > _LONGEST_RECORD:
+            raise ApiRefusal(413, f"this route takes one record of {_LONGEST_RECORD} bytes at most")
+        return json_answer({"ok": True, **await self._node.submit(await request.read())})
+
+    async def stop(self, request: web.Request) -> web.Response:
+        """In the query, as a signature covers it."""
+        if unknown := set(request.query) - {"set"}:
+            raise ApiRefusal(400, f"this route takes set, not {min(unknown)[:40]!r}")
+        sets = request.query.getall("set", [])
+        if len(sets) > _MAX_SETS:
+            raise ApiRefusal(400, f"this route takes at most {_MAX_SETS} times set=KEY=VALUE")
+        return json_answer({"ok": True, **await self._node.set_stop(sets)})
+
+    async def halt(self, request: web.Request) -> web.Response:
+        """End the training everywhere."""
+        return json_answer({"ok": True, **await self._node.halt(request.query.get("reason", ""))})
+
+    async def ban(self, banned: bool, request: web.Request) -> web.Response:
+        """Have all refuse a node, or take it again."""
+        node, reason = (request.query.get(name, "") for name in ("node", "reason"))
+        return json_answer({"ok": True, **await self._node.ban(node, reason=reason, banned=banned)})
 
     async def roles(self, request: web.Request) -> web.Response:
         """In the query, as a signature covers it."""

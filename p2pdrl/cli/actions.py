@@ -1,16 +1,23 @@
-"""``p2pdrl pause``, ``resume``, ``checkpoint`` and ``leave``: the commands that change a node."""
+"""What changes a node, or the swarm: ``p2pdrl pause``, ``resume``, ``halt``, ``stop``, ``leave`` and more."""
 
 from __future__ import annotations
 
+import json
 import time
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 import click
 
 from p2pdrl.cli.formats import clean
-from p2pdrl.cli.options import Target, api_options
-from p2pdrl.errors import DaemonUnreachableError, UnhealthyError
+from p2pdrl.cli.operators import command_swarm
+from p2pdrl.cli.options import Target, api_options, command_options, json_option
+from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, UnhealthyError
 
-__all__ = ["checkpoint", "leave", "pause", "resume"]
+if TYPE_CHECKING:
+    from p2pdrl.membership.swarm_records import SwarmRecords
+
+__all__ = ["checkpoint", "halt", "leave", "pause", "resume", "stop"]
 
 _SLOW_S = 60.0
 _PAUSE_S = 0.2
@@ -21,25 +28,106 @@ swarm_option = click.option(
 
 
 @click.command()
-@api_options
+@command_options
 @swarm_option
 def pause(target: Target, whole_swarm: bool) -> None:
     """Stop training; membership goes on."""
-    target.client().post(f"/v1/pause?scope={_scope(whole_swarm)}")
+    _hold(target, paused=True, whole_swarm=whole_swarm)
     click.echo("the swarm is pausing" if whole_swarm else "the node is pausing")
 
 
 @click.command()
-@api_options
+@command_options
 @swarm_option
 def resume(target: Target, whole_swarm: bool) -> None:
     """Train again after a pause."""
-    target.client().post(f"/v1/resume?scope={_scope(whole_swarm)}")
+    _hold(target, paused=False, whole_swarm=whole_swarm)
     click.echo("the swarm trains again" if whole_swarm else "the node trains again")
 
 
+def _hold(target: Target, *, paused: bool, whole_swarm: bool) -> None:
+    client, path = target.client(), f"/v1/{'pause' if paused else 'resume'}"
+    if not whole_swarm:
+        client.post(f"{path}?scope=node")
+        return
+
+    def setting(_records: SwarmRecords, _by: str) -> tuple[str, Any]:
+        from p2pdrl.node.settings import PAUSE, PauseSetting
+
+        return PAUSE, PauseSetting(paused)
+
+    command_swarm(target, client, f"{path}?scope=swarm", setting)
+
+
 @click.command()
+@command_options
+@click.option("--reason", default="", metavar="TEXT", help="Told on every node.")
+def halt(target: Target, reason: str) -> None:
+    """End the training on every node of the swarm, as if it were done.
+
+    Nodes that are started again go on from their checkpoints; `p2pdrl leave` ends one node alone.
+    """
+
+    def setting(records: SwarmRecords, _by: str) -> tuple[str, Any]:
+        from p2pdrl.node.settings import HALT, HaltSetting
+
+        ends = records.get("stop")
+        if ends is None:
+            raise P2PDRLError("the node doesn't know the swarm's stop condition yet; wait until it trains")
+        return HALT, HaltSetting("command", reason[:200], ends.epoch, ends.proposer)
+
+    command_swarm(target, target.client(), f"/v1/halt?{urlencode({'reason': reason[:200]})}", setting)
+    click.echo("the swarm is ending")
+
+
+@click.group()
+def stop() -> None:
+    """Show when the swarm is done, or change that while it trains."""
+
+
+@stop.command()
 @api_options
+@json_option
+def show(target: Target, as_json: bool) -> None:
+    """Show the stop condition, and whether it is met."""
+    found = target.client().status().get("stop")
+    found = found if isinstance(found, dict) else {}
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    for key, value in found.items():
+        if value not in (None, 0, 0.0, False):
+            click.echo(f"{clean(key, 20)}  {clean(value, 300)}")
+
+
+@stop.command("set")
+@click.argument("conditions", metavar="KEY=VALUE…", nargs=-1, required=True)
+@command_options
+def set_stop(target: Target, conditions: tuple[str, ...]) -> None:
+    """Give the swarm another stop condition: env_steps=1000000, time_s=3600, mean_return=475, window=100.
+
+    The one that is met first ends it; what isn't named is off.
+    """
+    from p2pdrl.config.mode import stop_from
+
+    condition = stop_from(conditions)
+
+    def setting(records: SwarmRecords, _by: str) -> tuple[str, Any]:
+        from p2pdrl.node.settings import STOP, StopSetting, decode
+
+        held = records.get(STOP)
+        before = None if held is None else decode(held.value, StopSetting)
+        if before is None:
+            raise P2PDRLError("the node doesn't know the swarm's stop condition yet; wait until it trains")
+        return STOP, StopSetting(condition, before.founded_at)
+
+    query = urlencode([("set", one) for one in conditions])
+    command_swarm(target, target.client(), f"/v1/stop?{query}", setting)
+    click.echo(f"the swarm stops at {', '.join(conditions)}")
+
+
+@click.command()
+@command_options
 def checkpoint(target: Target) -> None:
     """Write a checkpoint now.
 
@@ -49,7 +137,7 @@ def checkpoint(target: Target) -> None:
 
 
 @click.command()
-@api_options
+@command_options
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=0), default=30.0, show_default=True,
     metavar="SECONDS", help="Wait at most this long for the node to be gone; 0 doesn't wait.",
@@ -70,7 +158,3 @@ def leave(target: Target, timeout_s: float) -> None:
             raise UnhealthyError(f"the node at {client.address} is still there after {timeout_s:g} s")
         time.sleep(_PAUSE_S)
     click.echo("the node has left" if timeout_s else "the node is leaving")
-
-
-def _scope(whole_swarm: bool) -> str:
-    return "swarm" if whole_swarm else "node"

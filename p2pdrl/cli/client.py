@@ -15,10 +15,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, StorageError, UsageError
 from p2pdrl.transport.protocol import DEFAULT_PORT, Address
+
+if TYPE_CHECKING:
+    from p2pdrl.api.keyfile import OperatorKey
 
 __all__ = ["NodeClient", "parse_api", "read_token"]
 
@@ -64,6 +67,7 @@ class NodeClient:
     machine says it is.
 
     Args:
+        operator: signs changes that we ask for by the swarm's key, where the swarm has operators.
         timeout_s: longest wait for the connection, and for each further piece of the answer.
     """
 
@@ -74,15 +78,22 @@ class NodeClient:
         swarm_key: bytes | None = None,
         data_dir: str | None = None,
         token: str | None = None,
+        operator: OperatorKey | None = None,
         timeout_s: float = 5.0,
     ) -> None:
         self.address = address
         self._swarm_key = swarm_key
         self._data_dir = data_dir
         self._token = token
+        self._operator = operator
         self._timeout_s = timeout_s
         self._target: tuple[bytes, str] | None = None
         """The key with which the node has proven itself, and the target that it proved."""
+
+    @property
+    def on_this_machine(self) -> bool:
+        """Whether the node is asked over loopback."""
+        return _is_this_machine(self.address.host)
 
     def status(self) -> dict[str, Any]:
         """The node's ``/v1/status``."""
@@ -116,9 +127,9 @@ class NodeClient:
         with self._open("GET", path, unwell_is_fine=unwell_is_fine) as response:
             return self._json(response)
 
-    def post(self, path: str) -> dict[str, Any]:
-        """POST without a body; errors as for `get`."""
-        with self._open("POST", path) as response:
+    def post(self, path: str, body: bytes | None = None) -> dict[str, Any]:
+        """POST, with a body only where that is signed by itself; errors as for `get`."""
+        with self._open("POST", path, body=body) as response:
             return self._dict(self._json(response))
 
     def download(self, path: str, out: IO[bytes]) -> int:
@@ -139,7 +150,13 @@ class NodeClient:
 
     @contextmanager
     def _open(
-        self, method: str, path: str, *, unwell_is_fine: bool = False, timeout_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        unwell_is_fine: bool = False,
+        timeout_s: float | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
         """Send one request, with credentials where they are needed, and hand out the good answer."""
         connection = self._connection(path, timeout_s or self._timeout_s)
@@ -147,11 +164,11 @@ class NodeClient:
             key = self._swarm_key or self._known_token() if method == "GET" else self._key_for_changes()
             if path == _HEALTH or path.startswith(_TARGET):
                 key = None  # open to everybody
-            response = self._send(connection, method, path, key)
+            response = self._send(connection, method, path, key, body)
             if response.status == 401 and key is None and (key := self._token_nearby()) is not None:
                 response.read()
                 connection.close()
-                response = self._send(connection, method, path, key)
+                response = self._send(connection, method, path, key, body)
             if response.status >= 300 and not (unwell_is_fine and response.status == 503):
                 raise self._refusal(response)
             yield response
@@ -174,10 +191,21 @@ class NodeClient:
         return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
 
     def _send(
-        self, connection: http.client.HTTPConnection, method: str, path: str, key: bytes | None
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        key: bytes | None,
+        body: bytes | None,
     ) -> http.client.HTTPResponse:
         headers = _signature(key, method, path, self._target_for(key)) if key else {}
-        connection.request(method, path, headers=headers)
+        if self._operator is not None and method == "POST" and key is not None and key == self._swarm_key:
+            from p2pdrl.transport.auth import OPERATOR_HEADER, operator_payload
+
+            signer = self._operator.signer
+            signature = signer.sign(operator_payload(headers["P2PDRL-Mac"]))
+            headers[OPERATOR_HEADER] = f"{signer.public_key.hex()}.{signature.hex()}"
+        connection.request(method, path, body=body, headers=headers)
         return connection.getresponse()
 
     def _target_for(self, key: bytes) -> str:

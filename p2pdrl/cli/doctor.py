@@ -413,6 +413,14 @@ def _of_running_node(name: str, where: Address) -> Check:
     return Check(name, "ok", "a node runs here, and nobody has tried to dial it yet")
 
 
+def _operators(keys: SwarmKeys) -> Check:
+    """Whether anybody in particular commands the swarm."""
+    if not keys.operators:
+        advice = "name one: `p2pdrl key rotate FILE --add-operator KEY:NAME`"
+        return Check("operators", "warn", "none: whoever holds the key may command the swarm", advice)
+    return Check("operators", "ok", ", ".join(operator.words for operator in keys.operators))
+
+
 _STYLE = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -448,6 +456,8 @@ def doctor(
     folder = _root() / "node-1" if data_dir is None else Path(data_dir).expanduser()
     invited, member = membership_checks(folder, time.time()) if keys is None else ([], None)
     checks = [*machine_checks(data_dir, listen), *invited]
+    if keys is not None:
+        checks.append(_operators(keys))
     for address in split_addresses(peers):
         checks += peer_checks(address, keys, listen=listen, member=member)
     failed = sum(check.result == "fail" for check in checks)

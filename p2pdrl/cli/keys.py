@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from p2pdrl.cli.options import json_option
+from p2pdrl.errors import UsageError
 
 if TYPE_CHECKING:
     from p2pdrl.api.keyfile import SwarmKeys
@@ -21,20 +22,65 @@ __all__ = ["key", "keygen"]
 
 @click.command()
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path), default=Path("swarm.key"))
-def keygen(file: Path) -> None:
-    """Make a swarm key.
+@click.option("--name", metavar="NAME", help="What to call the operator; your login name by default.")
+@click.option(
+    "--no-operator",
+    is_flag=True,
+    help="Whoever holds the key may command the swarm: pause, change and end it.",
+)
+@click.option(
+    "--operator-only",
+    is_flag=True,
+    help="Write an operator's key to FILE, for one more person, and no swarm key.",
+)
+def keygen(file: Path, name: str | None, no_operator: bool, operator_only: bool) -> None:
+    """Make a swarm key, and the key of its operator.
 
-    Writes it to FILE (swarm.key by default), readable by you only, and never over another file.
-    Copy it to every machine of the swarm and start each node with --swarm-key-file FILE.
+    Writes the swarm's to FILE (swarm.key by default) and the operator's to FILE.operator, readable by you
+    only, and never over other files. Copy FILE to every machine of the swarm and start each node with
+    --swarm-key-file FILE. Who has FILE.operator may command the swarm; it stays with you.
     """
-    from p2pdrl.api.keyfile import write_swarm_key
+    from p2pdrl.api.keyfile import write_operator_key, write_swarm_key
 
-    write_swarm_key(file)
+    if no_operator and operator_only:
+        raise click.UsageError("--no-operator and --operator-only leave nothing to be made")
+    name = name or _login_name()
+    if operator_only:
+        public = write_operator_key(file, name).public
+        click.echo(f"{public.public_key.hex()}:{public.name}")
+        click.echo(
+            f"{file} is the key of {public.words}; a root operator lets it command with "
+            "`p2pdrl operators add` and the line above",
+            err=True,
+        )
+        return
+    if no_operator:
+        write_swarm_key(file)
+    else:
+        private = Path(f"{file}.operator")
+        operator = write_operator_key(private, name).public
+        try:
+            write_swarm_key(file, [operator])
+        except UsageError:
+            private.unlink()
+            raise
+        click.echo(f"{private} is the key of {operator.words}, who commands the swarm: keep it", err=True)
     click.echo(file)
     click.echo(
-        f"copy it to every machine, and start: p2pdrl node --swarm-key-file {file} --listen HOST:PORT",
+        f"copy {file} to every machine, and start: p2pdrl node --swarm-key-file {file} --listen HOST:PORT",
         err=True,
     )
+
+
+def _login_name() -> str:
+    import getpass
+
+    from p2pdrl.membership.operators import operator_name
+
+    try:
+        return operator_name(getpass.getuser()) or "operator"
+    except (OSError, KeyError, ImportError):
+        return "operator"
 
 
 @click.group()
@@ -52,16 +98,24 @@ def key() -> None:
     metavar="HOURS",
     help="Time to copy FILE to all machines; the old key is taken for as long again.",
 )
+@click.option(
+    "--add-operator", "add", multiple=True, metavar="KEY:NAME", help="One more root operator. Repeatable."
+)
+@click.option(
+    "--remove-operator", "remove", multiple=True, metavar="NAME|ID", help="A root operator less. Repeatable."
+)
 @json_option
-def rotate(file: Path, overlap: float, as_json: bool) -> None:
-    """Put a new key into FILE, beside the old one.
+def rotate(file: Path, overlap: float, add: tuple[str, ...], remove: tuple[str, ...], as_json: bool) -> None:
+    """Put a new key into FILE, beside the old one. Its root operators stay, but for those that you name.
 
     Copy FILE to every machine of the swarm before the overlap is over; running nodes read it by
     themselves. From then on they show the new key, and after as long again they refuse the old one.
     """
     from p2pdrl.api.keyfile import rotate_swarm_key
+    from p2pdrl.cli.operators import read_public
 
-    _tell_keys(rotate_swarm_key(file, overlap * 3600.0, time.time()), as_json)
+    new = [read_public(public) for public in add]
+    _tell_keys(rotate_swarm_key(file, overlap * 3600.0, time.time(), add=new, remove=remove), as_json)
     click.echo(f"copy {file} to every machine of the swarm; running nodes read it by themselves", err=True)
 
 
@@ -91,7 +145,12 @@ def _tell_keys(keys: SwarmKeys, as_json: bool) -> None:
         begins = f", shown from {_moment(begins_s)}" if begins_s and not shown else ""
         ends = f", taken until {_moment(ends_s)}" if ends_s else ""
         lines.append(f"key {fingerprint}  {words}{begins}{ends}")
-    click.echo(json.dumps({"swarm": keys.swarm_id, "keys": rows}, indent=2) if as_json else "\n".join(lines))
+    roots = [
+        {"name": root.name, "id": root.id, "public_key": root.public_key.hex()} for root in keys.operators
+    ]
+    lines += [f"{root.words}  {root.public_key.hex()}" for root in keys.operators]
+    document = {"swarm": keys.swarm_id, "keys": rows, "operators": roots}
+    click.echo(json.dumps(document, indent=2) if as_json else "\n".join(lines))
 
 
 def _moment(wall_s: float) -> str:

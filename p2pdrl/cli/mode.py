@@ -20,7 +20,8 @@ from p2pdrl.cli.formats import (
     percent,
     scientific,
 )
-from p2pdrl.cli.options import Target, api_options, json_option
+from p2pdrl.cli.operators import command_swarm
+from p2pdrl.cli.options import Target, api_options, command_options, json_option
 from p2pdrl.cli.status import show_again, watchable
 from p2pdrl.config.schedules import MAX_STAGES
 from p2pdrl.errors import P2PDRLError
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from p2pdrl.cli.client import NodeClient
+    from p2pdrl.membership.swarm_records import SwarmRecords
 
 __all__ = ["mode", "rounds"]
 
@@ -66,7 +68,7 @@ class _SetCommand(click.Command):
 
 @mode.command("set", cls=_SetCommand)
 @click.argument("name", metavar="MODE")
-@api_options
+@command_options
 @click.option(
     "--set",
     "sets",
@@ -116,7 +118,13 @@ def set_mode(
     words = modes.mode_words(strategy)
     client = target.client()
     query = urlencode([("mode", strategy.mode), *(("set", one) for one in given)])
-    record = client.post(f"/v1/mode?{query}")
+
+    def setting(_records: SwarmRecords, _by: str) -> tuple[str, Any]:
+        from p2pdrl.node.settings import MODE, ModeSetting
+
+        return MODE, ModeSetting.of(strategy)
+
+    record = command_swarm(target, client, f"/v1/mode?{query}", setting)
     epoch, proposer = record.get("epoch"), record.get("proposer")
     if no_wait:
         click.echo(f"proposed mode {words}, epoch {epoch}")
@@ -200,7 +208,9 @@ def _facts(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("epoch", clean(document.get("epoch", NONE), 20)),
     ]
     if record:
-        rows.append(("proposed by", clean(record.get("proposer_name") or NONE, 64)))
+        at_s = as_number(record.get("at"))
+        when = "" if at_s is None else f", {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at_s))}"
+        rows.append(("proposed by", f"{clean(record.get('proposer_name') or NONE, 80)}{when}"))
         if record.get("epoch") != document.get("epoch"):
             coming = mode_words(record.get("mode"), record.get("protocol"), record.get("options"))
             rows.append(("next", f"{coming}, epoch {clean(record.get('epoch'), 20)}"))

@@ -7,11 +7,13 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
 if TYPE_CHECKING:
+    from p2pdrl.api.keyfile import OperatorKey, SwarmKeys
     from p2pdrl.cli.client import NodeClient
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "Target",
     "api_options",
     "as_arguments",
+    "command_options",
     "config_options",
     "json_option",
     "split_addresses",
@@ -34,6 +37,7 @@ class Target:
     api: str
     key_file: str | None
     data_dir: str | None
+    operator_file: str | None = None
 
     def client(self, timeout_s: float = 5.0) -> NodeClient:
         """Make the client.
@@ -43,26 +47,61 @@ class Target:
         """
         from p2pdrl.cli.client import NodeClient, parse_api, token_from_environment
 
-        swarm_key = None
-        if self.key_file is not None:
-            from p2pdrl.api.keyfile import read_swarm_keys
-
-            swarm_key = read_swarm_keys(self.key_file).good(time.time())[0]
+        keys = self.keys()
         return NodeClient(
             parse_api(self.api),
-            swarm_key=swarm_key,
+            swarm_key=None if keys is None else keys.good(time.time())[0],
             data_dir=self.data_dir,
             token=token_from_environment(),
+            operator=None if keys is None else self.operator(),
             timeout_s=timeout_s,
         )
+
+    def keys(self) -> SwarmKeys | None:
+        """The swarm's key, if a file of it is named.
+
+        Raises:
+            UsageError: a bad file.
+        """
+        from p2pdrl.api.keyfile import read_swarm_keys
+
+        return None if self.key_file is None else read_swarm_keys(self.key_file)
+
+    @property
+    def operator_path(self) -> Path | None:
+        """Where an operator's key is looked for: as named, else beside the swarm's key."""
+        if self.operator_file is not None:
+            return Path(self.operator_file).expanduser()
+        return None if self.key_file is None else Path(f"{self.key_file}.operator").expanduser()
+
+    def operator(self) -> OperatorKey | None:
+        """The operator's key; None where there is none.
+
+        Raises:
+            UsageError: a bad file, or the one that was named isn't there.
+        """
+        from p2pdrl.api.keyfile import read_operator_key
+
+        path = self.operator_path
+        if path is None or (self.operator_file is None and not path.exists()):
+            return None
+        return read_operator_key(path)
 
 
 def api_options(command: Command) -> Command:
     """Add ``--api``, ``--swarm-key-file`` and ``--data-dir``; the command gets them as ``target``."""
 
     @functools.wraps(command)
-    def wrapped(*args: Any, api: str, swarm_key_file: str | None, data_dir: str | None, **kwargs: Any) -> Any:
-        return command(*args, target=Target(api, swarm_key_file, data_dir), **kwargs)
+    def wrapped(
+        *args: Any,
+        api: str,
+        swarm_key_file: str | None,
+        data_dir: str | None,
+        operator_file: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        target = Target(api, swarm_key_file, data_dir, operator_file)
+        return command(*args, target=target, **kwargs)
 
     for option in reversed(
         [
@@ -82,6 +121,15 @@ def api_options(command: Command) -> Command:
     ):  # fmt: skip
         wrapped = option(wrapped)
     return wrapped
+
+
+def command_options(command: Command) -> Command:
+    """Add what `api_options` does and ``--operator``, for commands that an operator may have to sign."""
+    return click.option(
+        "--operator", "operator_file", envvar="P2PDRL_OPERATOR", metavar="FILE", default=None,
+        help="Operator's key, to sign this with; by default SWARM_KEY_FILE.operator, where there is one.  "
+        "[env: P2PDRL_OPERATOR]",
+    )(api_options(command))  # fmt: skip
 
 
 def config_options(command: Command) -> Command:

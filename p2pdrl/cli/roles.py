@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 import click
 
 from p2pdrl.cli.formats import clean
-from p2pdrl.cli.options import Target, api_options, json_option
+from p2pdrl.cli.options import Target, api_options, command_options, json_option
 from p2pdrl.errors import DaemonUnreachableError, UnhealthyError, UsageError
 
 __all__ = ["roles"]
@@ -40,7 +40,7 @@ def show(target: Target, as_json: bool) -> None:
 
 @roles.command("set")
 @click.argument("names", metavar="ROLE[,ROLE…]")
-@api_options
+@command_options
 @click.option(
     "--wait", "wait_s", type=click.FloatRange(min=0), default=60.0, show_default=True, metavar="SECONDS",
     help="Wait at most this long until it works in them; then exit with 1. 0 doesn't wait.",

@@ -1,4 +1,4 @@
-"""``p2pdrl status``, ``peers`` and ``top``: one node's view of itself and of the swarm."""
+"""``p2pdrl status`` and ``top``: one node's view of itself and of the swarm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from p2pdrl.errors import DaemonUnreachableError
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-__all__ = ["peers", "show_again", "status", "status_view", "top", "watch", "watchable"]
+__all__ = ["show_again", "status", "status_view", "top", "watch", "watchable"]
 
 T = TypeVar("T")
 
@@ -39,18 +39,6 @@ def status(target: Target, as_json: bool, watch: bool, interval_s: float) -> Non
     """Show one node and its view of the swarm."""
     client = target.client()
     show_again(client.status, status_view, as_json, watch, interval_s)
-
-
-@click.command()
-@api_options
-@json_option
-@watchable
-def peers(target: Target, as_json: bool, watch: bool, interval_s: float) -> None:
-    """List every member that the node knows."""
-    from p2pdrl.cli.tables import ADDRESSES, members_table
-
-    client = target.client()
-    show_again(client.peers, lambda peers: members_table(peers, ADDRESSES), as_json, watch, interval_s)
 
 
 @click.command()
@@ -151,6 +139,7 @@ _NOTHING: dict[str, tuple[object, ...]] = {
     "experience": (None, {}),
     "speedup": (None, {}),
     "reach": (None, {}),
+    "commands": (None, []),
 }
 """What of a status isn't worth a line."""
 
@@ -193,6 +182,20 @@ def _state(s: _Shown) -> str:
 def _mode(s: _Shown) -> str:
     words = formats.mode_words(s.get("mode"), s.get("strategy.name"), s.get("strategy.options"))
     return f"{words}, epoch {s.number('mode_epoch')}"
+
+
+def _commands(s: _Shown) -> str:
+    """``mode, stop by operator alice (1a2b3c4d) on 2026-11-02 14:03; …``, the newest first."""
+    found = [one for one in s.get("commands") or [] if isinstance(one, Mapping)]
+    found.sort(key=lambda one: -(formats.as_number(one.get("at")) or 0.0))
+    parts: dict[str, list[str]] = {}
+    for one in found:
+        at_s = formats.as_number(one.get("at"))
+        when = "" if at_s is None else time.strftime(" on %Y-%m-%d %H:%M", time.localtime(at_s))
+        parts.setdefault(f"{formats.clean(one.get('by'), 80)}{when}", []).append(
+            formats.clean(one.get("key"), 20)
+        )
+    return "; ".join(f"{', '.join(keys)} by {who}" for who, keys in parts.items())
 
 
 def _swarm(s: _Shown) -> str:
@@ -363,6 +366,7 @@ _FACTS: dict[str, Callable[[_Shown], str]] = {
     "mode": _mode,
     "pipeline": _pipeline,
     "reach": _reach,
+    "commands": _commands,
     "swarm": _swarm,
     "speedup": _speedup,
     "members": lambda s: s.counts("members") or formats.NONE,

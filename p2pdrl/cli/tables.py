@@ -58,6 +58,7 @@ _STATE_STYLE = {
     "unwell": "yellow",
     "paused": "yellow",
     "dead": "red",
+    "banned": "red",
     "failed": "red",
     "left": "dim",
 }
@@ -157,6 +158,8 @@ def complaints(members: Sequence[Member]) -> list[str]:
     lines = []
     for member in members:
         reasons = list(member.get("reasons") or [])
+        if member.get("state") == "banned":
+            continue
         if member.get("state") in {"suspect", "dead"}:
             reasons.insert(0, f"{member['state']} {member.get('state_reason') or ''}".strip())
         elif member.get("healthy") is not False:

@@ -1,4 +1,4 @@
-"""From what people type after ``mode set`` to a strategy's options, and back to words.
+"""From what people type after ``mode set`` to a strategy's options, and back to words; ``stop set`` alike.
 
     mode set gossip --set protocol=dsgd --set topology=torus
 
@@ -18,9 +18,18 @@ from p2pdrl.config import schema
 from p2pdrl.config.checks import strategy_problems
 from p2pdrl.config.schema import coerce_text, shown
 from p2pdrl.config.strategy import Mode, StrategyConfig
+from p2pdrl.config.task import StopConfig
 from p2pdrl.errors import ConfigError, did_you_mean
 
-__all__ = ["PROTOCOLS", "changed_options", "mode_words", "protocol_of", "strategy_from", "told_options"]
+__all__ = [
+    "PROTOCOLS",
+    "changed_options",
+    "mode_words",
+    "protocol_of",
+    "stop_from",
+    "strategy_from",
+    "told_options",
+]
 
 STRATEGIES: dict[str, type[StrategyConfig]] = {
     str(struct.__struct_config__.tag): struct for struct in get_args(StrategyConfig)
@@ -96,6 +105,29 @@ def strategy_from(mode: str, sets: Sequence[str] = ()) -> StrategyConfig:
     if problem is not None:
         raise ConfigError(f"{problem.key.removeprefix('task.strategy.')}: {problem.message}")
     return strategy
+
+
+def stop_from(sets: Sequence[str]) -> StopConfig:
+    """Read a stop condition that a person typed; what isn't named is off.
+
+    Args:
+        sets: ``key=value`` texts; of two for one key the later counts.
+
+    Raises:
+        ConfigError: an unknown condition, a bad value, or none at all.
+    """
+    fields: Mapping[str, schema.Field] = schema.fields(StopConfig)
+    given: dict[str, Any] = {}
+    for key, text in map(_split, sets):
+        if key not in fields:
+            raise ConfigError(f"no stop condition {shown(key)}; {_nearest(key, list(fields), 'there are')}")
+        try:
+            given[key] = coerce_text(text, fields[key].annotation)
+        except ValueError as error:
+            raise ConfigError(f"{key} = {shown(text)}: {error}") from error
+    if not given:
+        raise ConfigError(f"name a condition, such as env_steps=1000000; there are {', '.join(fields)}")
+    return StopConfig(**given)
 
 
 def _family(text: str) -> Mode:

@@ -36,8 +36,8 @@ __all__ = [
     "shows_life",
 ]
 
-State = Literal["alive", "suspect", "dead", "left"]
-EventKind = Literal["joined", "updated", "suspect", "alive", "dead", "left"]
+State = Literal["alive", "suspect", "dead", "left", "banned"]
+EventKind = Literal["joined", "updated", "suspect", "alive", "dead", "left", "banned"]
 FailureKind = Literal["unreachable", "timeout", "refused", "local"]
 
 

@@ -4,7 +4,7 @@
 |---|---|---|
 | `MemberRecord` | its subject | the subject lives at this address (or left), in this incarnation |
 | `Suspicion` | its accuser | the accuser couldn't reach the subject in that incarnation |
-| `SwarmRecord` | its proposer | a setting of the whole swarm, last writer wins |
+| `SwarmRecord` | its proposer: an operator, or a node | a setting of the whole swarm, last writer wins |
 
 Signatures cover the swarm id, so a record means nothing in another swarm.
 """
@@ -25,6 +25,7 @@ from p2pdrl.transport.dial import METADATA_IPS, ip_of, is_loopback
 from p2pdrl.transport.protocol import Address
 
 __all__ = [
+    "LINEAGE_KEYS",
     "MAX_FIRST_EPOCH",
     "MAX_TAGS",
     "RECORD_KEYS",
@@ -51,8 +52,11 @@ MAX_EPOCH = 2**53
 MAX_FIRST_EPOCH = 2**52
 """No first record under a key has a higher one, so that there is always room for the next proposals."""
 
-RECORD_KEYS = frozenset({"halt", "mode", "pause", "stop"})
-"""The settings that a swarm has; a record under another key is refused, whoever signed it."""
+LINEAGE_KEYS = frozenset({"halt", "mode", "pause", "stop"})
+"""The settings of a lineage."""
+RECORD_KEYS = LINEAGE_KEYS | {"bans", "operators"}
+"""The settings that a swarm has; a record under another key is refused, whoever signed it. Those that aren't
+of a lineage hold for all."""
 
 NodeId = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 PublicKey = Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -121,9 +125,11 @@ class SwarmRecord(msgspec.Struct, frozen=True, array_like=True, tag="r"):
 
     Attributes:
         key: one of `RECORD_KEYS`.
+        proposer: what follows from the public key: a node's id, or an operator's.
         value: msgpack of whatever the setting is, at most 8 KiB.
         lineage: id of the founding that it belongs to. A lineage has one task, so when swarms meet, the
-            settings of the lineage that stays, stay.
+            settings of the lineage that stays, stay. Empty for the keys that hold for all.
+        at_ms: wall time at which it was signed, milliseconds since the Unix epoch.
     """
 
     key: Annotated[str, Meta(pattern="^[a-z0-9_.-]{1,64}$")]
@@ -133,11 +139,13 @@ class SwarmRecord(msgspec.Struct, frozen=True, array_like=True, tag="r"):
     public_key: PublicKey
     signature: Signature = b""
     lineage: Annotated[str, Meta(max_length=64)] = ""
+    at_ms: Annotated[int, Meta(ge=0, lt=2**53)] = 0
 
     def payload(self, swarm_id: str) -> bytes:
         """The bytes that the signature covers."""
         return msgspec.msgpack.encode((
             "p2pdrl swarm record", swarm_id, self.key, self.epoch, self.proposer, self.value, self.lineage,
+            self.at_ms,
         ))  # fmt: skip
 
 
@@ -255,7 +263,7 @@ def approx_bytes(record: Record) -> int:
             + sum(len(key) + len(value) + 4 for key, value in record.tags.items())
         )
     if isinstance(record, SwarmRecord):
-        return 180 + len(record.value)
+        return 190 + len(record.value)
     return 180 + len(record.reason)
 
 

@@ -61,6 +61,7 @@ from p2pdrl.membership.messages import (
     route_of,
     without_settings,
 )
+from p2pdrl.membership.operators import Operator
 from p2pdrl.membership.records import SwarmRecord, refuse_address, relays_in, with_relays
 from p2pdrl.membership.state import Membership
 from p2pdrl.membership.swarm_records import SwarmRecords
@@ -291,6 +292,11 @@ class MembershipService:
         return self._core.me.id
 
     @property
+    def public_key(self) -> bytes:
+        """Our own public key."""
+        return self._core.me.public_key
+
+    @property
     def records(self) -> SwarmRecords:
         """Settings of the whole swarm, for reading; `propose` writes them."""
         return self._core.swarm
@@ -308,10 +314,23 @@ class MembershipService:
 
         Raises:
             ValueError: the value is longer than 8 KiB, or there is no such setting.
+            BadRecordError: the swarm has operators, and this isn't for nodes to write.
         """
         record, effects = self._core.propose(key, value, self._clock.monotonic())
         self._carry_out(effects)
         return record
+
+    def submit(self, record: SwarmRecord) -> None:
+        """Take a setting that an operator has signed, and tell everybody at once.
+
+        Raises:
+            BadRecordError: it is forged, or by somebody who may not write it.
+        """
+        self._carry_out(self._core.submit(record, self._clock.monotonic()))
+
+    def use_roots(self, roots: Iterable[Operator]) -> None:
+        """Take other root operators: the file of the swarm's key has changed."""
+        self._carry_out(self._core.use_roots(roots, self._clock.monotonic()))
 
     def retag(self, tags: dict[str, str]) -> None:
         """Change the facts that our record tells, but for how we are reached, and spread it."""

@@ -15,6 +15,7 @@ What `Membership` does with records (SWIM, section 4.2):
 | suspect at i | a suspicion at i by somebody new | the timer comes down |
 | suspect at i | the timer runs out, and a final probe fails | dead; told as evidence |
 | ourselves at i | a suspicion at i | we raise our incarnation: a refutation |
+| anything | a record ``bans`` that names it | banned: nothing about it is taken until it is named no more |
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ from p2pdrl.membership.messages import (
     Sync,
     Welcome,
 )
+from p2pdrl.membership.operators import Operator
 from p2pdrl.membership.parameters import MembershipConfig
 from p2pdrl.membership.records import (
     BadRecordError,
@@ -243,6 +245,7 @@ class Membership:
         record: our own record (`own_record`), unsigned.
         wall: seconds since the Unix epoch, to refuse incarnations from the future.
         now: monotonic time, seconds.
+        roots: the operators that the swarm's key names.
 
     Attributes:
         me: our own signed record.
@@ -261,6 +264,7 @@ class Membership:
         rng: random.Random,
         wall: Callable[[], float],
         now: float,
+        roots: Iterable[Operator] = (),
     ) -> None:
         self.config = config
         self.signer = signer
@@ -272,7 +276,7 @@ class Membership:
         self.table = MemberTable(config.max_members)
         self.queue = BroadcastQueue()
         self.awareness = Awareness(config.awareness_max)
-        self.swarm = SwarmRecords(verifier)
+        self.swarm = SwarmRecords(verifier, roots)
         self.effects: list[Effect] = []
         self.leaving = False
         self.refused_records = 0
@@ -327,11 +331,12 @@ class Membership:
 
     def _expire_round(self) -> None:
         """Forget old tombstones."""
-        keep_s = {"dead": self.config.dead_tombstone_s, "left": self.config.left_tombstone_s}
+        keep_s = {"left": self.config.left_tombstone_s}
         expired = [
             member.record.id
             for member in self.table
-            if not member.living and self.now - member.since > keep_s[member.state]
+            if not member.living
+            and self.now - member.since > keep_s.get(member.state, self.config.dead_tombstone_s)
         ]
         for node_id in expired:
             self.table.remove(node_id)
@@ -403,8 +408,10 @@ class Membership:
         Gossip takes some rounds, and longer on a busy machine; nodes that still follow the old mode work with
         each other meanwhile. Whoever doesn't answer is tried again a few times.
         """
-        waiting = [(member.record.id, 1) for member in self.table.living]
+        bans = self.swarm.bans
+        waiting = [(member.record.id, 1) for member in self.table.living if member.record.id not in bans]
         self.rng.shuffle(waiting)
+        records = self._with_warrant(record)
 
         def tell_next() -> None:
             while waiting and self.swarm.get(record.key) == record and not self.leaving:
@@ -416,7 +423,7 @@ class Membership:
             if member is None or not member.living:
                 return False
             deadline_s = 2 * self.config.probe_interval_s
-            self.gossip_to(member, (record,), deadline_s, lambda result: told(result, node_id, tries))
+            self.gossip_to(member, records, deadline_s, lambda result: told(result, node_id, tries))
             return True
 
         def told(result: Answered | SendFailed, node_id: str, tries: int) -> None:
@@ -431,6 +438,13 @@ class Membership:
 
         for _ in range(min(_TOLD_AT_ONCE, len(waiting))):
             tell_next()
+
+    def _with_warrant(self, record: SwarmRecord) -> tuple[SwarmRecord, ...]:
+        """The record, and before it the list of operators if only that says that its signer is one."""
+        listed, operator = self.swarm.get("operators"), self.swarm.operator(record.proposer)
+        if listed is None or listed == record or operator is None or operator in self.swarm.roots:
+            return (record,)
+        return (listed, record)
 
     def _tell_settings(self, member: Member) -> None:
         """Send our settings to a member that seems to follow older ones; its ack brings what is newer."""
@@ -461,7 +475,7 @@ class Membership:
         """Take in ``records``; bad ones are skipped and counted.
 
         Args:
-            records: in any order; member records are taken first, so accusers are known.
+            records: in any order; who may command is taken first, then members, so that accusers are known.
             told_by: IP address of the sender.
             trusted: they are our welcome into the swarm.
 
@@ -470,7 +484,7 @@ class Membership:
         """
         bad: BadRecordError | None = None
         self._corrections.clear()
-        for record in sorted(records, key=lambda record: isinstance(record, Suspicion)):
+        for record in sorted(records, key=_order):
             try:
                 if isinstance(record, MemberRecord):
                     self._apply_member(record, told_by)
@@ -495,6 +509,8 @@ class Membership:
         if record.id == self.me.id:
             self._apply_own(record)
             return
+        if record.id in self.swarm.bans:
+            return  # told by somebody who hasn't heard of it yet
         held = self.table.get(record.id)
         if held is not None and record.incarnation <= held.record.incarnation:
             if record.incarnation < held.record.incarnation:
@@ -573,10 +589,31 @@ class Membership:
         """Take a setting when it wins, and spread it; raises `BadRecordError`."""
         if not self.swarm.merge(record, trusted):
             return False
-        self.table.touch()
-        self.broadcast(record)
-        self.effects.append(SwarmChanged(record))
+        self._took(record)
         return True
+
+    def _took(self, record: SwarmRecord) -> None:
+        """Spread a setting that is new here, and follow it as far as it concerns members."""
+        self.table.touch()
+        for one in self._with_warrant(record):
+            self.broadcast(one)
+        self.effects.append(SwarmChanged(record))
+        self._follow_bans()
+
+    def _follow_bans(self) -> None:
+        """Hold nobody for a member who is banned; whoever is banned no more is probed like any other."""
+        for member in list(self.table):
+            ban = self.swarm.bans.get(member.record.id)
+            if ban is not None and member.state != "banned":
+                member.evidence, member.timer, member.final_probe = [], None, False
+                member.generation += 1
+                self.queue.forget_suspicions(member.record.id)
+                self._enter(member, "banned", ban.words)
+            elif ban is None and member.state == "banned":
+                left = member.record.state == "left"
+                self._enter(member, "left" if left else "alive", "is banned no more")
+                if not left:
+                    self.detector.enter(member)
 
     # Suspicion (SWIM, section 4.2; Lifeguard, section IV-B)
 
@@ -589,7 +626,9 @@ class Membership:
             if member is not None and suspicion.incarnation < member.record.incarnation:
                 self._corrections[suspicion.subject] = member.record
             return
-        if suspicion.accuser in (self.me.id, suspicion.subject) or member.state == "left":
+        if suspicion.accuser in (self.me.id, suspicion.subject, *self.swarm.bans):
+            return
+        if member.state in ("left", "banned"):
             return
         if member.state == "dead":
             self._pass_on(member, suspicion)
@@ -869,15 +908,34 @@ class Membership:
 
         Raises:
             ValueError: the value is longer than 8 KiB, or there is no such setting.
+            BadRecordError: the swarm has operators, and this isn't for nodes to write.
         """
         self._advance(now)
-        record = self.swarm.compose(key, value, self.signer)
-        self.swarm.merge(record)
-        self.table.touch()
-        self.broadcast(record)
-        self.tell_all(record)
-        self.effects.append(SwarmChanged(record))
-        return record, self._flush()
+        record = self.swarm.compose(key, value, self.signer, self.wall())
+        return record, self.submit(record, now)
+
+    def submit(self, record: SwarmRecord, now: float) -> list[Effect]:
+        """Take a setting that somebody has signed who may, and tell everybody at once.
+
+        Raises:
+            BadRecordError: it is forged, or by somebody who may not.
+        """
+        self._advance(now)
+        if self.swarm.merge(record):
+            self.tell_all(record)
+            for member in self.table.living:
+                if member.record.id in self.swarm.bans:  # so that it knows why
+                    self.gossip_to(member, self._with_warrant(record), 2 * self.config.probe_interval_s)
+            self._took(record)
+        return self._flush()
+
+    def use_roots(self, roots: Iterable[Operator], now: float) -> list[Effect]:
+        """Take other root operators: the file of the swarm's key has changed."""
+        self._advance(now)
+        if self.swarm.use_roots(roots):
+            self.table.touch()
+            self._follow_bans()
+        return self._flush()
 
     def follow(self, lineage: str, now: float) -> list[Effect]:
         """Hold the settings of ``lineage`` from now on, and ask a member for them."""
@@ -1219,7 +1277,7 @@ class _FailureDetector:
         core = self._core
         core.apply(request.records, told_by)
         member = core.table.get(request.target)
-        if member is None or member.state == "left":
+        if member is None or member.state in ("left", "banned"):
             core.respond(token, Nack("not in my view", core.piggyback()))
             return
         record = member.record
@@ -1353,7 +1411,11 @@ class _AntiEntropy:
             give.append(core.me)
         elif mine[1] in (1, _DEAD) or mine[0] > core.me.incarnation:
             want.append(core.me.id)
+        for node_id in core.swarm.bans:
+            other.pop(node_id, None)
         for member in core.table:
+            if member.state == "banned":
+                continue
             held = (member.record.incarnation, _CODE[member.state])
             their = other.pop(member.record.id, None)
             if their is None:
@@ -1384,6 +1446,7 @@ class _AntiEntropy:
         entries += [
             DigestEntry(bytes.fromhex(member.record.id), member.record.incarnation, _CODE[member.state])
             for member in core.table
+            if member.state != "banned"
         ]
         core.respond(token, Digest(False, tuple(entries), core.swarm.digest()))
 
@@ -1400,7 +1463,7 @@ class _AntiEntropy:
             member = core.table.get(node_id)
             if node_id == core.me.id:
                 records.append(core.me)
-            elif member is not None:
+            elif member is not None and member.state != "banned":
                 records += (member.record, *core.evidence(member))
         core.respond(token, GossipMessage(core.me.incarnation, tuple(records)))
         return bad
@@ -1411,6 +1474,13 @@ class _AntiEntropy:
         living = [member.record for member in core.table.living]
         everything: tuple[Record, ...] = (*core.swarm.all(), core.me, *living)
         return everything[: core.config.max_records_per_answer]
+
+
+def _order(record: Record) -> int:
+    """Who may command first, accusations last."""
+    if isinstance(record, SwarmRecord):
+        return 0 if record.key == "operators" else 1
+    return 3 if isinstance(record, Suspicion) else 2
 
 
 def own_record(signer: Signer, name: str, address: str, boot_ms: int, tags: dict[str, str]) -> MemberRecord:
@@ -1439,6 +1509,7 @@ def open_core(
     known: KnownMembers,
     tags: dict[str, str] | None = None,
     allowed: Callable[[str], Collection[str] | None] = lambda node_id: None,
+    roots: Iterable[Operator] = (),
 ) -> Membership:
     """Make the core of a node that starts now, with a boot id greater than any before.
 
@@ -1453,4 +1524,5 @@ def open_core(
         rng=rng,
         wall=clock.wall,
         now=clock.monotonic(),
+        roots=roots,
     )

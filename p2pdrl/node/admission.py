@@ -119,7 +119,7 @@ class JoinAdmission:
         self._decided_hash = task_hash(task)
         if memory is None:
             return SwarmOrigin("founded", task, None)
-        return SwarmOrigin("resumed", task, None, memory.lineage)
+        return SwarmOrigin("resumed", task, None, memory.lineage, memory.settled)
 
     async def _until_decided(self, joiner: Joiner, own: Address) -> None:
         loop = asyncio.get_running_loop()

@@ -137,10 +137,15 @@ class NodeContext:
 
     def member_counts(self) -> dict[str, int]:
         """Members by state, ourselves among the living."""
-        counts = {"alive": 0, "suspect": 0, "dead": 0, "left": 0}
+        counts = {"alive": 0, "suspect": 0, "dead": 0, "left": 0, "banned": 0}
         for member in self.membership.members():
             counts[member.state] += 1
         return counts
+
+    def author(self, proposer: str) -> str:
+        """Who wrote a record, in words: an operator, or a node by its name."""
+        operator = self.membership.records.operator(proposer)
+        return self.name_of(proposer) if operator is None else operator.words
 
     def name_of(self, node: str) -> str:
         """The name that people gave a member; its id when it is unknown."""

@@ -29,12 +29,13 @@ from p2pdrl.config.loader import Resolved
 from p2pdrl.config.node import TRAINS, Role, tags_of
 from p2pdrl.config.root import Config
 from p2pdrl.config.task import HASHED, TaskConfig
-from p2pdrl.errors import ConfigError, P2PDRLError, UsageError
+from p2pdrl.errors import ConfigError, JoinRefusedError, P2PDRLError, UsageError
 from p2pdrl.ids import short
 from p2pdrl.membership.events import MemberEvent
 from p2pdrl.membership.identity import Identity
 from p2pdrl.membership.invites import InviteLine
 from p2pdrl.membership.records import SwarmRecord
+from p2pdrl.node import settings
 from p2pdrl.node.accounting import metrics_gossip
 from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
 from p2pdrl.node.accounting.report_table import period_s
@@ -60,7 +61,13 @@ from p2pdrl.node.record_follower import RecordFollower
 from p2pdrl.node.service_manager import ServiceManager
 from p2pdrl.node.state import state_transfer
 from p2pdrl.node.state.checkpoints import Checkpoint, Checkpointer, CheckpointStore, as_state
-from p2pdrl.node.state.swarm_memory import SavedMode, SwarmMemory, recall_mode, recall_stop
+from p2pdrl.node.state.swarm_memory import (
+    SavedMode,
+    SwarmMemory,
+    recall_members,
+    recall_mode,
+    recall_stop,
+)
 from p2pdrl.node.status import traces
 from p2pdrl.node.status.meters import Meters, write_summary
 from p2pdrl.node.status.reporter import StatusReporter
@@ -98,6 +105,7 @@ _VERBS = {
     "alive": "is alive again",
     "dead": "is dead",
     "left": "has left",
+    "banned": "is refused from now on",
 }
 
 
@@ -287,7 +295,7 @@ class Node:
             if opened.key_watch is not None:
                 jobs.append(group.create_task(opened.key_watch.run(), name="swarm key"))
             jobs += await self._look_around(group, may_move=opened.may_move)
-            memory = await self._memory.read()
+            memory = recall_members(context, await self._memory.read())
             origin = await self._admission.find_swarm(
                 context.membership.joiner, context.address, remembers=opened.remembers, memory=memory
             )
@@ -709,7 +717,7 @@ class Node:
         member = event.member
         if member.is_self:
             return
-        if event.kind in ("dead", "left") and self._context.gossip is not None:
+        if event.kind in ("dead", "left", "banned") and self._context.gossip is not None:
             self._context.gossip.table.drop([member.id])
         if event.kind == "joined":
             self._memory.changed()
@@ -717,13 +725,23 @@ class Node:
             self._events.emit(
                 f"member-{event.kind}",
                 f"{member.name} ({short(member.id)}) {_VERBS[event.kind]}: {event.reason}",
-                level="warning" if event.kind in ("suspect", "dead") else "info",
+                level="warning" if event.kind in ("suspect", "dead", "banned") else "info",
                 peer=member.id,
             )
 
-    def _on_record(self, _record: SwarmRecord) -> None:
+    def _on_record(self, record: SwarmRecord) -> None:
         self._follower.record_changed()
         self._memory.changed()
+        membership = self._context.membership
+        if record.key == settings.OPERATORS:
+            names = ", ".join(operator.words for operator in membership.records.operators)
+            by = self._context.author(record.proposer)
+            self._events.emit("operators", f"{names} may command the swarm from now on, by {by}")
+        ban = membership.records.bans.get(self._context.node_id)
+        if ban is not None and membership.joined.is_set():  # or it may be one of long ago
+            self._failed = self._failed or JoinRefusedError(f"this node is {ban.words}")
+            self.exit_timer.args = (self._failed.exit_code,)
+            self.leave("it is banned")
 
     def _on_lineage(self, lineage: str) -> None:
         self._follower.enter(lineage)

@@ -1,7 +1,8 @@
 """Follows and writes the swarm's records: mode, stop condition, halt, pause.
 
 The founder writes the first mode and stop records. Every node follows what the records say, and
-whichever first sees the stop condition met writes the halt record that ends training everywhere. A change
+whichever first sees the stop condition met writes the halt record that ends training everywhere; in a swarm
+with operators it ends whoever finds the condition met as well, and an operator's ends all. A change
 of mode waits for the exchange in flight, so it has a task of its own and the other records never wait.
 
 ``p2pdrl mode set``: `cli.mode` → `cli.client` → `api.routes` → `status.view` → `propose_mode` here →
@@ -19,9 +20,12 @@ import msgspec
 from p2pdrl.config.checks import as_built, idle_keys, mode_problems
 from p2pdrl.config.mode import mode_words, protocol_of, told_options
 from p2pdrl.config.strategy import LocalConfig, StrategyConfig
+from p2pdrl.config.task import StopConfig
 from p2pdrl.errors import ConfigError, StorageError
-from p2pdrl.membership.records import SwarmRecord
+from p2pdrl.membership.operators import Ban, BansSetting
+from p2pdrl.membership.records import BadRecordError, SwarmRecord
 from p2pdrl.node import settings, stop
+from p2pdrl.node.background import set_within
 from p2pdrl.node.context import NodeContext
 from p2pdrl.node.settings import HaltSetting, ModeSetting, PauseSetting, StopSetting
 from p2pdrl.node.state.swarm_memory import SavedMode
@@ -32,6 +36,9 @@ from p2pdrl.node.training import Training
 __all__ = ["RecordFollower"]
 
 CATCH_UP_EVERY_S = 2.0
+JUDGE_AGAIN_S = 1.0
+HALT_COUNTS_S = 600.0
+"""An operator's halt ends nodes for so long. Who starts later goes on, whoever shows it that halt again."""
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -49,6 +56,8 @@ class RecordFollower:
         self._stop: tuple[tuple[int, str], StopSetting] | None = None
         self._born_s = 0.0
         """Monotonic time of the founding: the wall clock may jump once the records have told it."""
+        self._met: tuple[int, str] | None = None
+        """The stop record whose condition this node finds met, by what it knows itself."""
         self._mode_at: tuple[int, str] = (0, "")
         self._pause_at: tuple[int, str] = (0, "")
         self.halted = asyncio.Event()
@@ -67,7 +76,7 @@ class RecordFollower:
         membership = self._context.membership
         if membership.records.lineage == lineage:
             return
-        self._stop = None
+        self._stop = self._met = None
         self._caught_up_s = float("-inf")
         membership.follow(lineage)
         self.record_changed()
@@ -79,19 +88,67 @@ class RecordFollower:
     def found(self, training: Training, founded_at: float) -> None:
         """Write the first records; those that others wrote already stay."""
         membership = self._context.membership
-        records = membership.records
-        wanted = ModeSetting.of(training.task.strategy)
-        if records.get(settings.MODE) is None:
-            membership.propose(settings.MODE, wanted)
-        if records.get(settings.STOP) is None:
-            membership.propose(settings.STOP, StopSetting.of(training.task, founded_at))
+        first = {
+            settings.MODE: ModeSetting.of(training.task.strategy),
+            settings.STOP: StopSetting.of(training.task, founded_at),
+        }
+        for key, value in first.items():
+            if membership.records.get(key) is not None:
+                continue
+            try:
+                membership.propose(key, value)
+            except BadRecordError as error:  # a lineage that somebody else founded
+                text = f"this node can't write the swarm's {key}: {error}; an operator can"
+                self._context.events.emit("settings-missing", text, level="warning")
 
     def pause(self, *, paused: bool) -> None:
         """Hold or release all learners of the swarm."""
         self._context.membership.propose(settings.PAUSE, PauseSetting(paused))
 
+    def set_stop(self, stop: StopConfig) -> SwarmRecord:
+        """Give the swarm another stop condition; return the record that says so."""
+        founded_at = self._context.clock.wall() if self.founded_at is None else self.founded_at
+        return self._context.membership.propose(settings.STOP, StopSetting(stop, founded_at))
+
+    def end_all(self, reason: str) -> SwarmRecord:
+        """End the training everywhere; return the record that says so.
+
+        Raises:
+            ConfigError: there is no stop condition yet that a halt could name.
+        """
+        if self._stop is None:
+            raise ConfigError("this node doesn't know the swarm's stop condition yet; wait until it trains")
+        return self._context.membership.propose(settings.HALT, HaltSetting("command", reason, *self._stop[0]))
+
+    def ban(self, node: str, *, reason: str, banned: bool) -> SwarmRecord:
+        """Have every member refuse a node, or take it again; return the record that says so.
+
+        Raises:
+            ConfigError: too many are banned.
+        """
+        context = self._context
+        held = self._read(settings.BANS, BansSetting)
+        before = None if held is None else held[1]
+        by = context.author(context.node_id)[:100]
+        named = context.name_of(node)
+        ban = Ban(node, "" if named == node else named[:64], reason[:100], by)
+        value = settings.with_ban(before, ban) if banned else settings.without_ban(before, node)
+        return context.membership.propose(settings.BANS, value)
+
     def propose_mode(self, strategy: StrategyConfig) -> SwarmRecord:
         """Make ``strategy`` the whole swarm's; return the record that says so.
+
+        Raises:
+            ConfigError: it can't work, here at least.
+        """
+        self.check_mode(strategy)
+        try:
+            return self._context.membership.propose(settings.MODE, ModeSetting.of(strategy))
+        except ValueError as error:
+            raise ConfigError(f"the options are too many to be told to the swarm: {error}") from error
+
+    def check_mode(self, strategy: StrategyConfig) -> None:
+        """See whether the swarm could take this mode.
 
         Raises:
             ConfigError: it can't work, here at least.
@@ -101,19 +158,18 @@ class RecordFollower:
         why = self._impossible(strategy, exact=True)
         if why is not None:
             raise ConfigError(why)
-        try:
-            return self._context.membership.propose(settings.MODE, ModeSetting.of(strategy))
-        except ValueError as error:
-            raise ConfigError(f"the options are too many to be told to the swarm: {error}") from error
 
     async def until_done(self) -> str:
         """Wait until the records say that the swarm is done, without training by them; return why."""
         while True:
             self._changed.clear()
             condition, halt = self._read(settings.STOP, StopSetting), self._read(settings.HALT, HaltSetting)
-            if condition is not None and halt is not None and _ends(halt[1], condition[0]):
-                return halt[1].reason
-            await self._changed.wait()
+            if condition is None or halt is None or not _ends(halt[1], condition[0]):
+                await self._changed.wait()
+            elif self._counts(halt[0], condition):
+                return self._why(*halt)
+            else:
+                await set_within(self._changed, JUDGE_AGAIN_S)
 
     async def run(self, training: Training) -> None:
         """Follow the records for ever."""
@@ -153,16 +209,19 @@ class RecordFollower:
             await self._follow_mode(training)
             await self._mode_changed.wait()
 
-    def hold(self, training: Training, *, paused: bool) -> None:
-        """Hold or release this node's learner; once the swarm is done it stays held."""
+    def hold(self, training: Training, *, paused: bool, by: str = "") -> None:
+        """Hold or release this node's learner; once the swarm is done it stays held.
+
+        Args:
+            by: who asks for it, in words.
+        """
         if self.halted.is_set():
             return
         training.pause(paused=paused)
         if self._context.state in ("training", "paused"):
             self._context.state = "paused" if paused else "training"
-        self._context.events.emit(
-            "paused" if paused else "resumed", "paused" if paused else "training goes on"
-        )
+        text = "paused" if paused else "training goes on"
+        self._context.events.emit("paused" if paused else "resumed", f"{text}, by {by}" if by else text)
 
     def on_gossip_round(self, training: Training) -> None:
         """Act on the newest reports: catch up, adopt a greater lineage, judge the stop condition."""
@@ -182,9 +241,11 @@ class RecordFollower:
         age_s = context.clock.monotonic() - self._born_s
         evaluations = context.evaluations if training.task.evaluated else None
         reached = stop.judge(condition.stop, steps, age_s, reports or [], evaluations)
-        if reached is not None and context.steers:  # else those who have a say see it, too
-            halt = HaltSetting(reached.kind, reached.reason, *version)
-            context.membership.propose(settings.HALT, halt)
+        self._met = None if reached is None else version
+        self._follow_halt(training)  # somebody may have found so before us
+        # who has no say leaves it to those who have
+        if reached is not None and context.steers and not self.halted.is_set():
+            self._halt(training, HaltSetting(reached.kind, reached.reason, *version))
 
     async def _follow_mode(self, training: Training) -> None:
         found = self._read(settings.MODE, ModeSetting)
@@ -213,7 +274,7 @@ class RecordFollower:
             return
         self._context.events.emit(
             "mode",
-            f"mode is {mode_words(strategy)} by {self._context.name_of(record.proposer)}",
+            f"mode is {mode_words(strategy)} by {self._context.author(record.proposer)}",
             mode=strategy.mode,
             protocol=protocol_of(strategy),
             options=told_options(strategy),
@@ -278,14 +339,58 @@ class RecordFollower:
         record, pause = found
         self._pause_at = (record.epoch, record.proposer)
         if pause.paused != training.paused:
-            self.hold(training, paused=pause.paused)
+            self.hold(training, paused=pause.paused, by=self._context.author(record.proposer))
+
+    def _halt(self, training: Training, halt: HaltSetting) -> None:
+        """Write that the stop condition is met. This node ends even where the record can't be written."""
+        membership = self._context.membership
+        try:
+            written = membership.propose(settings.HALT, halt)
+        except BadRecordError:
+            written = None
+        if written is None or membership.records.get(settings.HALT) != written:
+            training.pause(paused=True)
+            self.halt(halt.reason)  # an operator's halt of an earlier stop condition stands there
+
+    def _counts(self, record: SwarmRecord, condition: tuple[SwarmRecord, StopSetting]) -> bool:
+        """Whether a halt ends this node: in a swarm with operators a member's word alone doesn't."""
+        records = self._context.membership.records
+        if not records.roots:
+            return True
+        operator = records.operator(record.proposer)
+        if operator is None:
+            version = (condition[0].epoch, condition[0].proposer)
+            return self._met == version or (self._stop is None and self._met_early(condition[1]))
+        age_s = self._context.clock.wall() - record.at_ms / 1000
+        if abs(age_s) <= HALT_COUNTS_S:
+            return True
+        which = (record.epoch, record.proposer)
+        if self._told_unreadable.get(settings.HALT) != which:
+            self._told_unreadable[settings.HALT] = which
+            side = "old" if age_s > 0 else "ahead of this node's clock"
+            text = f"passes over a halt by {operator.words}, which is {abs(age_s):.0f} s {side}"
+            self._context.events.emit("halt-passed-over", text, level="warning")
+        return False
+
+    def _met_early(self, condition: StopSetting) -> bool:
+        """Whether the stop condition is met, before this node trains: by steps and time, as it was told."""
+        context = self._context
+        steps = context.progress_tracker.steps(context.membership.records.lineage)
+        age_s = max(0.0, context.clock.wall() - condition.founded_at)
+        return stop.judge(condition.stop, steps, age_s, ()) is not None
 
     def _follow_halt(self, training: Training) -> None:
         condition, halt = self._read(settings.STOP, StopSetting), self._read(settings.HALT, HaltSetting)
         if condition is None or halt is None or self.halted.is_set() or not _ends(halt[1], condition[0]):
             return
-        training.pause(paused=True)
-        self.halt(halt[1].reason)
+        if self._counts(halt[0], condition):
+            training.pause(paused=True)
+            self.halt(self._why(*halt))
+
+    def _why(self, record: SwarmRecord, halt: HaltSetting) -> str:
+        """Why the swarm is done, and for a command by whom."""
+        command = f"halted by {self._context.author(record.proposer)}" if halt.kind == "command" else ""
+        return ": ".join(filter(None, (command, halt.reason)))
 
     def halt(self, reason: str) -> None:
         """End: the swarm is done."""

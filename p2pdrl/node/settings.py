@@ -1,6 +1,6 @@
 """The swarm's records as typed values: mode, stop condition, halt, pause.
 
-Membership spreads them signed, last writer wins.
+Membership spreads them signed, last writer wins. Operators and bans are its own (`membership.operators`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ import msgspec
 
 from p2pdrl.config.strategy import StrategyConfig
 from p2pdrl.config.task import StopConfig, TaskConfig
-from p2pdrl.errors import WireError
+from p2pdrl.errors import ConfigError, WireError
+from p2pdrl.membership.operators import MAX_BANS, Ban, BansSetting, OperatorsSetting
 from p2pdrl.transport import codec
 
 __all__ = [
+    "BANS",
     "HALT",
+    "KINDS",
     "MODE",
+    "OPERATORS",
     "PAUSE",
     "STOP",
     "HaltSetting",
@@ -26,9 +30,12 @@ __all__ = [
     "decode",
     "epoch_of",
     "stamp",
+    "with_ban",
+    "without_ban",
 ]
 
 MODE, STOP, HALT, PAUSE = "mode", "stop", "halt", "pause"
+OPERATORS, BANS = "operators", "bans"
 _PROPOSER_BITS = 16
 _EPOCHS = 1 << 37
 
@@ -78,17 +85,46 @@ class StopSetting(msgspec.Struct, frozen=True):
 class HaltSetting(msgspec.Struct, frozen=True):
     """The swarm is done."""
 
-    kind: Literal["env_steps", "time_s", "mean_return"]
+    kind: Literal["env_steps", "time_s", "mean_return", "command"]
+    """The condition that was met, or that somebody has ended the training before."""
     reason: str
     stop_epoch: int
     stop_proposer: str
-    """Epoch and proposer of the stop record that was met; another stop record makes the halt void."""
+    """Epoch and proposer of the stop record that was met or in force; another one makes the halt void."""
 
 
 class PauseSetting(msgspec.Struct, frozen=True):
     """Whether all learners are held."""
 
     paused: bool
+
+
+KINDS: dict[str, type[msgspec.Struct]] = {
+    MODE: ModeSetting,
+    STOP: StopSetting,
+    HALT: HaltSetting,
+    PAUSE: PauseSetting,
+    OPERATORS: OperatorsSetting,
+    BANS: BansSetting,
+}
+"""What each record holds."""
+
+
+def with_ban(setting: BansSetting | None, ban: Ban) -> BansSetting:
+    """The setting with one more node that is refused.
+
+    Raises:
+        ConfigError: there is no room for it.
+    """
+    others = () if setting is None else tuple(other for other in setting.bans if other.id != ban.id)
+    if len(others) >= MAX_BANS:
+        raise ConfigError(f"{MAX_BANS} nodes are banned, and no more can be: unban one, or rotate the key")
+    return BansSetting((*others, ban))
+
+
+def without_ban(setting: BansSetting | None, node: str) -> BansSetting:
+    """The setting without a node, which is taken again."""
+    return BansSetting(() if setting is None else tuple(ban for ban in setting.bans if ban.id != node))
 
 
 def decode(value: bytes, kind: type[S]) -> S | None:

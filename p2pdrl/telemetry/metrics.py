@@ -195,7 +195,7 @@ class Registry:
             registry=self._registry,
         )
         build.labels(version, str(PROTOCOL_VERSION), platform.python_version()).set(1)
-        self.show_members(dict.fromkeys(("alive", "suspect", "dead", "left"), 0))
+        self.show_members(dict.fromkeys(("alive", "suspect", "dead", "left", "banned"), 0))
         self.mean_return.set(float("nan"))
         self.evaluation_mean_return.set(float("nan"))
         self.set_pipeline({})

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from aiohttp import web
@@ -23,7 +24,10 @@ from p2pdrl.api.protocol import Event
 from p2pdrl.api.routes import mount
 from p2pdrl.config.mode import strategy_from
 from p2pdrl.errors import ConfigError
+from p2pdrl.membership.identity import verify
 from p2pdrl.membership.invites import Inviter
+from p2pdrl.membership.records import SwarmRecord, Verifier
+from p2pdrl.membership.swarm_records import SwarmRecords
 from p2pdrl.tensors.inference_slots import InferenceSpec, PolicyAnswer
 from p2pdrl.transport.dial import dial_back
 from p2pdrl.transport.protocol import Address
@@ -99,6 +103,7 @@ class FakeNode:
         self.invited = False
         self.inviter: Inviter | None = None
         self.open_metrics = False
+        self.swarm_key_file: str | None = None
         self.data_dir = data_dir
         self.reasons: list[str] = []
         self.log = FakeEvents()
@@ -117,12 +122,46 @@ class FakeNode:
         self.last_rounds: list[dict[str, object]] = [_round(1, "ok"), _round(2, "timeout")]
         self.last_evaluations: list[dict[str, object]] = [_evaluation(name, 1), _evaluation(name, 2)]
         self.state: dict[str, object] = _status(name, data_dir)
+        self.swarm_records = SwarmRecords(Verifier("0e27fcf7e5231f75", verify))
+        self.swarm_records.follow("ab" * 16)
         self.members: list[dict[str, object]] = [_peer(name, 1, True), _peer("node-2", 2, False)]
 
     @property
     def keyed(self) -> bool:
         """Whether its swarm has a key."""
         return bool(self.swarm_keys) or self.invited
+
+    @property
+    def operator_keys(self) -> tuple[bytes, ...]:
+        """Those of its records, which name none unless a test does."""
+        return tuple(operator.public_key for operator in self.swarm_records.operators)
+
+    def records(self) -> dict[str, object]:
+        """See `NodeView`."""
+        return self.swarm_records.document()
+
+    async def submit(self, record: bytes) -> dict[str, object]:
+        """Noted in ``done``, and kept if it is signed by who may."""
+        decoded = msgspec.msgpack.decode(record, type=SwarmRecord)
+        self.swarm_records.merge(decoded)
+        self.done.append(f"record {decoded.key}")
+        self.on_mode(self)
+        return {"epoch": decoded.epoch, "proposer": decoded.proposer}
+
+    async def set_stop(self, sets: Sequence[str]) -> dict[str, object]:
+        """Noted in ``done``."""
+        self.done.append(" ".join(["stop", *sets]))
+        return {"epoch": 2, "proposer": "01" * 16}
+
+    async def halt(self, reason: str) -> dict[str, object]:
+        """Noted in ``done``."""
+        self.done.append(f"halt {reason}".strip())
+        return {"epoch": 1, "proposer": "01" * 16}
+
+    async def ban(self, node: str, *, reason: str, banned: bool) -> dict[str, object]:
+        """Noted in ``done``."""
+        self.done.append(f"{'ban' if banned else 'unban'} {node} {reason}".strip())
+        return {"epoch": 1, "proposer": "01" * 16}
 
     def status(self) -> dict[str, object]:
         """The constants, with health as set."""
@@ -226,8 +265,8 @@ class FakeNode:
         return b"p2pdrl" * 600_000
 
     def config(self) -> dict[str, object]:
-        """One key."""
-        return {"task": {"env": {"id": "CartPole-v1"}}}
+        """Two keys."""
+        return {"task": {"env": {"id": "CartPole-v1"}}, "node": {"swarm_key_file": self.swarm_key_file}}
 
 
 class ServedNode:

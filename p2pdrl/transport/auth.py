@@ -17,17 +17,22 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from p2pdrl.clock import Clock
 
 __all__ = [
+    "OPERATOR_HEADER",
     "ReplayGuard",
     "Verdict",
     "format_time",
     "is_nonce",
     "new_nonce",
+    "operator_payload",
     "parse_time",
     "prove_target",
     "sign_api",
     "target_proven",
     "verify_api",
 ]
+
+OPERATOR_HEADER = "P2PDRL-Operator"
+"""An operator's public key and its signature of `operator_payload`, in hex, with a dot between."""
 
 _NONCE = re.compile(r"[0-9a-f]{32}")
 _TIME = re.compile(r"[0-9]{1,12}\.[0-9]{3}")
@@ -154,6 +159,11 @@ def verify_api(
     """
     expected = sign_api(key, method, path, wall_s, nonce, target=target, body=body)
     return hmac.compare_digest(expected.encode(), mac.encode())
+
+
+def operator_payload(mac: str) -> bytes:
+    """What an operator signs of a request, whose MAC covers all of it and the node that it is for."""
+    return b"p2pdrl api request\0" + mac.encode()
 
 
 def prove_target(key: bytes, target: str, nonce: str) -> str:

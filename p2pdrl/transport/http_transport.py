@@ -225,6 +225,10 @@ class HttpTransport:
             self._streams.close()
             self._streams.start()
 
+    def bar(self, barred: Callable[[str], str | None]) -> None:
+        """Answer none of the nodes for which ``barred`` gives a reason, from its next request on."""
+        self._server.barred = barred
+
     def redeem(self, token: bytes) -> Callable[[socket.socket, str], ServedConnection | None] | None:
         """Return what takes a connection over that has shown ``token``; see `http.listener.PortUser`."""
         return self._server.pending.redeem(token)

@@ -107,6 +107,10 @@ class RealNode:
         query = urlencode([("mode", mode), *(("set", option) for option in options)])
         return self.post(f"/v1/mode?{query}")
 
+    def ask(self, path: str) -> Json:
+        """What the node's owner may read of one whose swarm has a key."""
+        return NodeClient(Address("127.0.0.1", self.port), data_dir=self.data).get(path)
+
     def post(self, path: str) -> Json:
         """Do what a command would; raises `P2PDRLError` where the node doesn't."""
         return NodeClient(Address("127.0.0.1", self.port), data_dir=self.data).post(path)

@@ -1,4 +1,6 @@
-"""A member that holds the key and sends anything at all: the daemon lives on, and counts it."""
+"""A member that holds the key and sends anything at all: the daemon lives on, and counts it; and one that
+would command the swarm.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,18 @@ import msgspec
 import numpy as np
 import pytest
 
+from p2pdrl.api.keyfile import read_swarm_keys, write_operator_key, write_swarm_key
+from p2pdrl.cli.client import NodeClient
+from p2pdrl.cli.main import cli, run_command
 from p2pdrl.clock import SystemClock
-from p2pdrl.config.strategy import StrategyConfig
-from p2pdrl.errors import TransportError
+from p2pdrl.config.strategy import LocalConfig, StrategyConfig
+from p2pdrl.config.task import StopConfig
+from p2pdrl.errors import P2PDRLError, PeerRefusedError, TransportError
 from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.membership.identity import Identity
 from p2pdrl.membership.messages import ROUTES as SWIM
 from p2pdrl.membership.messages import Ack, GossipMessage, JoinRequest, encode
+from p2pdrl.membership.operators import Ban, BansSetting, Operator, OperatorsSetting
 from p2pdrl.membership.records import (
     Incarnation,
     MemberRecord,
@@ -47,7 +54,14 @@ from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.protocol import Address, Reply
 
 PACE = ["--set", "node.learner.max_updates_per_s=10", "--set", "task.algorithm.unroll_steps=16"]
-SETTINGS = {"mode": ModeSetting, "stop": StopSetting, "halt": HaltSetting, "pause": PauseSetting}
+SLOW = ["--set", "node.learner.max_updates_per_s=2", "--set", "task.algorithm.unroll_steps=16"]
+SETTINGS = {
+    "operators": OperatorsSetting,
+    "mode": ModeSetting,
+    "stop": StopSetting,
+    "halt": HaltSetting,
+    "pause": PauseSetting,
+}
 JUNK: list[Any] = [
     *(None, True, 0, -1, 2**63 - 1, 2**64 - 1, -(2**63), 1e308, math.nan, math.inf, -math.inf, 5e-324, ""),
     *("x" * 300, "\x00\x1b[2J<script>", "é" * 64, b"", b"\xff" * 300, [], {}, [[[]]], {"a": {"b": []}}),
@@ -376,3 +390,193 @@ def test_a_member_that_sends_anything_ends_nobody(swarm, wait_until, seed):
     assert figure(victim, "records_refused_total") > before
     other = swarm.start("other", "--set", "node.learner.max_updates_per_s=10", peers=victim)
     wait_until(lambda: other.events("joined"), 60, "others still join:\n")
+
+
+class Usurper:
+    """Holds the key of a swarm that has operators, and is none."""
+
+    def __init__(self, victims: list[Any], key_file: Any) -> None:
+        keys = read_swarm_keys(key_file)
+        (self.key,), self.operator = keys.good(time.time()), keys.operators[0]
+        self.victims = victims
+        self.identity = Identity(b"u" * 32)
+        self.swarm_id, told = keys.swarm_id, victims[0].ask("/v1/records")
+        self.lineage, self.held = told["lineage"], {one["key"]: one for one in told["records"]}
+        self.tls = self.identity.tls([self.key])
+
+    def forgeries(self) -> list[SwarmRecord]:
+        """In its own name, in a member's and in the operator's."""
+        stop = self.held["stop"]
+        halt = HaltSetting("env_steps", "I say so", stop["epoch"], stop["by"])
+        values = {
+            "mode": ModeSetting.of(LocalConfig()),
+            "stop": StopSetting(StopConfig(env_steps=1), 0.0),
+            "pause": PauseSetting(True),
+            "bans": BansSetting((Ban(self.victims[0].ask("/v1/status")["id"]),)),
+            "operators": OperatorsSetting((Operator(self.identity.public_key, "me"),)),
+            "halt": halt,
+        }
+        made = []
+        for key, value in values.items():
+            lineage = "" if key in ("bans", "operators") else self.lineage
+            for epoch in (1, 2, 500):
+                encoded, public_key = msgspec.msgpack.encode(value), self.identity.public_key
+                own = SwarmRecord(key, epoch, self.identity.node_id, encoded, public_key, lineage=lineage)
+                own = sign_swarm_record(self.identity, self.swarm_id, own)
+                made += [own] if key != "halt" else []
+                for name in (stop["by"], self.operator.id):
+                    made.append(msgspec.structs.replace(own, proposer=name))
+                made.append(
+                    msgspec.structs.replace(
+                        own, proposer=self.operator.id, public_key=self.operator.public_key
+                    )
+                )
+        return made
+
+    def claim(self) -> SwarmRecord:
+        """A halt in its own name: any member may say that the stop condition is met."""
+        stop = self.held["stop"]
+        value = msgspec.msgpack.encode(HaltSetting("env_steps", "done", stop["epoch"], stop["by"]))
+        plain = SwarmRecord(
+            "halt", 9, self.identity.node_id, value, self.identity.public_key, lineage=self.lineage
+        )
+        return sign_swarm_record(self.identity, self.swarm_id, plain)
+
+    async def send(self, records: list[SwarmRecord]) -> list[int]:
+        """Gossip each to each victim; return the statuses of their answers."""
+        transport = HttpTransport(self.identity.node_id, self.swarm_id, self.tls, clock=SystemClock())
+        await transport.start()
+        statuses = []
+        try:
+            for victim in self.victims:
+                for record in records:
+                    message = encode(GossipMessage(Incarnation(1, 0), (record,)))
+                    to = Address("127.0.0.1", victim.port)
+                    try:
+                        await transport.call(to, None, "swim/gossip", message, deadline_s=10.0)
+                        statuses.append(200)
+                    except PeerRefusedError as error:
+                        statuses.append(error.status)
+        finally:
+            await transport.close()
+        return statuses
+
+
+class Operated:
+    """Nodes of a swarm with one operator, and its command line."""
+
+    def __init__(self, swarm: Any, folder: Any, capfd: Any) -> None:
+        self.swarm, self.capfd = swarm, capfd
+        self.key = folder / "swarm.key"
+        self.operator_file = folder / "swarm.key.operator"
+        self.operator = write_operator_key(self.operator_file, "alice").public
+        write_swarm_key(self.key, [self.operator])
+        self.nodes: list[Any] = []
+
+    def start(self, name: str, **given: Any) -> Any:
+        options = [*SLOW, "--swarm-key-file", str(self.key), "--set", "task.stop.env_steps=100000000"]
+        options += ["--set", "node.open_metrics=true"]
+        node = self.swarm.start(name, *options, peers=self.nodes[0] if self.nodes else None, **given)
+        self.nodes.append(node)
+        return node
+
+    def run(self, *words: str) -> tuple[int, str]:
+        self.capfd.readouterr()
+        where = ["--api", self.nodes[0].api, "--swarm-key-file", str(self.key)]
+        code = run_command(cli, "p2pdrl", [*words, *where])
+        return code, "".join(self.capfd.readouterr())
+
+
+def trains(node: Any) -> bool:
+    """By its log: reading its API wants the key."""
+    return any(event["kind"] == "training" for event in node.told())
+
+
+def members(node: Any) -> dict[str, str]:
+    return {row["name"]: row["state"] for row in node.ask("/v1/peers")}
+
+
+def usurp(operated: Operated, nodes: list[Any]) -> None:
+    """Try everything that a holder of the key may send, and see that nothing changes."""
+    usurper = Usurper(nodes, operated.key)
+    before = {node.name: node.ask("/v1/records") for node in nodes}
+    refused = [figure(node, "records_refused_total") for node in nodes]
+    forged = usurper.forgeries()
+    statuses = asyncio.run(usurper.send(forged))
+    assert set(statuses) <= {200, 403, 429}, statuses
+    passed_over = 8 * len(nodes)  # of epoch 1, which is held: honest members send such, too
+    assert statuses.count(200) <= passed_over
+    for node, count in zip(nodes, refused, strict=True):
+        more = figure(node, "records_refused_total") - count
+        assert more >= len(forged) - passed_over / len(nodes) - statuses.count(429)
+    assert asyncio.run(usurper.send([usurper.claim()])) == [200] * len(nodes), "held until it is true"
+    with pytest.raises(P2PDRLError, match="the swarm's key alone changes nothing"):
+        NodeClient(Address("127.0.0.1", nodes[0].port), swarm_key=usurper.key).post("/v1/leave")
+    with pytest.raises(P2PDRLError, match="commanded by its operators alone"):
+        nodes[0].post("/v1/pause?scope=swarm")
+    time.sleep(1.5)  # a gossip round, in which the claim is judged
+    for node in nodes:
+        after, held = node.ask("/v1/records"), before[node.name]
+        assert [one for one in after["records"] if one["key"] != "halt"] == held["records"]
+        assert after["operators"] == held["operators"]
+        status = node.ask("/v1/status")
+        assert (status["state"], status["stop"]["reached"], status["mode"]) == ("training", False, "gossip")
+        assert not {event["kind"] for event in node.told()} & {"paused", "halted", "leaving"}
+
+
+def test_who_holds_the_key_commands_nobody_and_an_operator_does(swarm, tmp_path, wait_until, capfd):
+    operated = Operated(swarm, tmp_path, capfd)
+    node = operated.start("a")
+    wait_until(lambda: trains(node) and len(node.ask("/v1/records")["records"]) == 2, 120, "it founds")
+    usurp(operated, [node])
+    operated.operator_file.rename(tmp_path / "elsewhere")
+    code, said = operated.run("mode", "set", "local")
+    assert code == 1
+    assert "only operators command this swarm (operator alice" in said
+    assert f"none is at {operated.operator_file}, where it is looked for" in said
+    code, said = operated.run("mode", "set", "local", "--operator", str(tmp_path / "elsewhere"))
+    assert code == 0, said
+    assert f"mode is local by {operated.operator.words}" in node.text()
+    commands = {one["key"]: one for one in node.ask("/v1/status")["commands"]}
+    assert (commands["mode"]["operator"], commands["stop"]["operator"]) == ("alice", None)
+    assert abs(commands["mode"]["at"] - time.time()) < 60
+    (tmp_path / "elsewhere").rename(operated.operator_file)
+    assert operated.run("halt", "--reason", "enough")[0] == 0
+    assert node.wait(60) == 0, node.text()[-2000:]
+    assert f"the swarm is done: halted by {operated.operator.words}: enough" in node.text()
+
+
+@pytest.mark.slow
+def test_operators_command_three_nodes_and_ban_one(swarm, tmp_path, wait_until, capfd):
+    operated = Operated(swarm, tmp_path, capfd)
+    a = operated.start("a")
+    wait_until(lambda: trains(a), 120, "a founds")
+    b, c = operated.start("b"), operated.start("c")
+    three = [a, b, c]
+    wait_until(lambda: trains(b) and trains(c), 120, "all train")
+    wait_until(lambda: all(list(members(node).values()) == ["alive"] * 3 for node in three), 60, "all met")
+    wait_until(lambda: all(len(node.ask("/v1/records")["records"]) == 2 for node in three), 60, "settled")
+    usurp(operated, three)
+    code, said = operated.run("mode", "set", "local", "--wait", "60")
+    assert code == 0, said
+    wait_until(lambda: f"mode is local by {operated.operator.words}" in c.text(), 30, "c follows")
+    assert operated.run("pause", "--swarm")[0] == 0
+    wait_until(lambda: all(node.ask("/v1/status")["state"] == "paused" for node in three), 30, "all pause")
+    assert operated.run("resume", "--swarm")[0] == 0
+    code, said = operated.run("peers", "ban", "c", "--reason", "floods")
+    assert code == 0, said
+    assert c.wait(60) == 2
+    assert f"this node is banned from this swarm by {operated.operator.words}: floods" in c.text()
+    wait_until(lambda: [members(node).get("c") for node in (a, b)] == ["banned"] * 2, 30, "both hold it so")
+    again = operated.start("again", data=c.data)
+    assert again.wait(90) == 2
+    assert f"doesn't take this node in: banned from this swarm by {operated.operator.words}" in again.text()
+    code, said = operated.run("peers", "unban", "c")
+    assert code == 0, said
+    last = operated.start("last", data=c.data)
+    wait_until(lambda: trains(last), 120, "it is taken again")
+    wait_until(lambda: all(members(node).get("last") == "alive" for node in (a, b)), 60, "and a member")
+    assert operated.run("halt", "--reason", "enough")[0] == 0
+    for node in (a, b, last):
+        assert node.wait(60) == 0, node.text()[-2000:]
+        assert f"the swarm is done: halted by {operated.operator.words}: enough" in node.text()

@@ -9,7 +9,7 @@ from contextlib import suppress
 import msgspec
 
 from p2pdrl.errors import CheckpointError, WireError
-from p2pdrl.ids import new_lineage
+from p2pdrl.ids import founded_by, new_lineage
 from p2pdrl.node.accounting.counters import Counts, NodeCounts
 from p2pdrl.node.accounting.facts import ForgedFactError
 from p2pdrl.node.accounting.progress_tracker import LineageFacts, ProgressTracker
@@ -86,7 +86,7 @@ async def first_state(
     own = None if checkpoint is None else await asyncio.to_thread(as_state, checkpoint, training.spec)
     info = origin.info
     if context.config.node.debug.perturb_start > 0:
-        return None, (origin.lineage or new_lineage()) if info is None else info.lineage
+        return None, _lineage(context, origin, origin.lineage) if info is None else info.lineage
     if info is not None and not (own is not None and await _stays(own, info, context, training)):
         context.state = "fetching"
         found = await training.adoptions.first(_Orphaned(context).judge)
@@ -98,7 +98,7 @@ async def first_state(
             training.tell_adopted(donor, state, "joined")
             return state, state.head.lineage
     if own is None:
-        return None, origin.lineage or new_lineage()
+        return None, _lineage(context, origin, origin.lineage)
     context.events.emit(
         "resumed-checkpoint",
         f"goes on from its checkpoint at version {own.head.policy_version}; "
@@ -107,7 +107,24 @@ async def first_state(
         params_hash=own.head.params_hash,
         optimizer=own.sidecar is not None,
     )
-    return own, own.head.lineage or new_lineage()
+    return own, own.head.lineage if info is not None else _lineage(context, origin, own.head.lineage)
+
+
+def _lineage(context: NodeContext, origin: SwarmOrigin, earlier: str) -> str:
+    """Return the lineage of a state that nobody gave us: the earlier one, or one that this node founds.
+
+    In a swarm with operators a lineage's first settings are its founder's. Where this node isn't that, and
+    doesn't remember them, the earlier lineage would stay without any.
+    """
+    membership = context.membership
+    remembered = origin.settled and origin.lineage == earlier
+    ours = founded_by(earlier, membership.public_key)
+    if earlier and (remembered or ours or not membership.records.roots):
+        return earlier
+    if earlier:
+        text = f"the settings of lineage {earlier} aren't remembered here: founds another one"
+        context.events.emit("lineage-founded", text, level="warning")
+    return new_lineage(membership.public_key)
 
 
 async def _stays(own: TransferredState, info: JoinInfo, context: NodeContext, training: Training) -> bool:

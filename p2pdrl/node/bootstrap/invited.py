@@ -35,6 +35,7 @@ from p2pdrl.errors import (
 )
 from p2pdrl.membership.identity import Identity
 from p2pdrl.membership.invites import Grant, InviteLine, redeem_proof, renew_proof, secret_hash
+from p2pdrl.membership.operators import Operator
 from p2pdrl.node.events import EventLog
 from p2pdrl.transport.certificates import Credentials, fingerprint, is_issued_by, read_certificate
 from p2pdrl.transport.dial import Dialer, is_loopback
@@ -63,6 +64,11 @@ class InvitedMember(msgspec.Struct, frozen=True):
     inviter: str
     redeemed: str
     grant: Grant
+
+    @property
+    def operators(self) -> tuple[Operator, ...]:
+        """The root operators that its inviter has named."""
+        return tuple(Operator(*one) for one in self.grant.operators)
 
     @property
     def credentials(self) -> Credentials:
@@ -396,6 +402,7 @@ class Renewal:
         member: what it holds.
         where: addresses at which the inviter may be now, by its id.
         use: takes what changed; with ``dropped`` an authority that was good is good no more.
+        use_operators: takes the root operators that the inviter names, when they change.
     """
 
     member: InvitedMember
@@ -405,6 +412,7 @@ class Renewal:
     use: Callable[[Credentials, bool], None]
     events: EventLog
     every_s: float = _RENEW_EVERY_S
+    use_operators: Callable[[tuple[Operator, ...]], None] = lambda operators: None
 
     async def run(self) -> None:
         """Ask until cancelled."""
@@ -446,6 +454,10 @@ class Renewal:
             self.events.remind("not-renewed", f"can't take the new certificate yet: {error}")
             return
         self.member = member
+        if grant.operators != held.operators:
+            self.use_operators(member.operators)
+        if (grant.certificate, grant.authorities) == (held.certificate, held.authorities):
+            return
         words = "the swarm's key is being replaced: this node's certificate is renewed by its inviter"
         if dropped:
             words = "the old swarm key is refused; connections are made anew"

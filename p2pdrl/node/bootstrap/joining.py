@@ -67,6 +67,8 @@ class SwarmOrigin:
     """What the member through which we joined told; None when founding or resuming."""
     lineage: str = ""
     """The remembered one that is resumed; empty otherwise."""
+    settled: bool = False
+    """Whether its mode and stop condition are remembered, too."""
 
 
 def decode_info(data: bytes) -> JoinInfo:

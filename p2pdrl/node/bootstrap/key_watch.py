@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from p2pdrl.api.keyfile import SwarmKeys, read_swarm_keys
 from p2pdrl.clock import Clock
 from p2pdrl.errors import UsageError
+from p2pdrl.membership.operators import Operator
 from p2pdrl.node.events import EventLog
 
 __all__ = ["KeyWatch"]
@@ -29,6 +30,7 @@ class KeyWatch:
         keys: what it held at the start.
         use: ``(good keys, dropped)``: takes the keys; with ``dropped`` one that was good is good no more.
         read: reads it; raises ``UsageError``.
+        use_operators: takes the root operators that the file names, when they change.
     """
 
     path: str
@@ -37,10 +39,11 @@ class KeyWatch:
     events: EventLog
     clock: Clock
     read: Callable[[str], Awaitable[SwarmKeys]] = _in_a_thread
+    use_operators: Callable[[tuple[Operator, ...]], None] = lambda operators: None
 
     async def run(self) -> None:
         """Follow it until cancelled."""
-        good = self.keys.good(self.clock.wall())
+        good, operators = self.keys.good(self.clock.wall()), self.keys.operators
         refused: set[bytes] = set()
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -48,6 +51,11 @@ class KeyWatch:
                 self.keys = await self._look()
             except UsageError as error:
                 self.events.remind("key-unreadable", f"{error}; goes on with the keys that it has")
+            if self.keys.operators != operators:
+                operators = self.keys.operators
+                self.use_operators(operators)
+                names = ", ".join(operator.words for operator in operators) or "everybody who holds the key"
+                self.events.emit("operators-changed", f"root operators are {names} from now on")
             # A clock that goes back brings no key back.
             now = tuple(key for key in self.keys.good(self.clock.wall()) if key not in refused)
             if not now or now == good:

@@ -313,17 +313,16 @@ async def open_node(
         StorageError: the data folder can't be used.
     """
     node = config.node
-    if node.discover:
-        LanDiscovery.require()
-    if node.port_mapping:
-        PortMapping.require()
+    _require_extras(node)
     seeds = [seed_address(peer) for peer in node.peers]
     keys = None if node.swarm_key_file is None else read_swarm_keys(node.swarm_key_file)
     good = () if keys is None else keys.good(clock.wall())
     if keys is not None:
-        swarm_id = keys.swarm_id
+        swarm_id, roots = keys.swarm_id, keys.operators
+    elif member is not None:
+        swarm_id, roots = member.grant.swarm, member.operators
     else:
-        swarm_id = swarm_id_from_name(node.swarm) if member is None else member.grant.swarm
+        swarm_id, roots = swarm_id_from_name(node.swarm), ()
     if data.picked_other:
         events.emit("data-dir", f"the first data folder is in use; this node takes {data.path}")
     view = ApiView(
@@ -347,6 +346,8 @@ async def open_node(
             keys=lambda: view.swarm_keys,
             members=view.meeting_points,
             clock=clock,
+            operators=lambda: [(one.public_key, one.name) for one in core.swarm.roots],
+            refuse=lambda node_id: None if (ban := core.swarm.bans.get(node_id)) is None else ban.words,
         )
     rates = _rates(view.data_dir, node.limits)
     if rates is not None:
@@ -390,7 +391,9 @@ async def open_node(
         known=known,
         tags=tags_of(node.roles, promote=node.promote),
         allowed=transport.roles_of,
+        roots=roots,
     )
+    transport.bar(lambda node_id: None if (ban := core.swarm.bans.get(node_id)) is None else ban.words)
     boot = core.me.incarnation.boot_ms
     membership = MembershipService(
         core,
@@ -403,6 +406,8 @@ async def open_node(
         on_record=on_record,
         on_twin=on_twin,
     )
+    if key_watch is not None:
+        key_watch.use_operators = membership.use_roots
     context = NodeContext(
         config=config,
         name=name,
@@ -430,16 +435,36 @@ async def open_node(
         key_file=node.swarm_key_file,
         invited=member is not None,
         moved=node.listen is None and bound.port != DEFAULT_PORT,
+        commanded=bool(roots) or not good,
     )
     may_move = node.advertise is None and bound.host in _WILDCARDS
     return Opened(data, context, view, bool(known.members), may_move, key_watch)
 
 
+def _require_extras(node: NodeConfig) -> None:
+    if node.discover:
+        LanDiscovery.require()
+    if node.port_mapping:
+        PortMapping.require()
+
+
 def _tell(
-    context: NodeContext, events: EventLog, *, key_file: str | None, invited: bool, moved: bool
+    context: NodeContext,
+    events: EventLog,
+    *,
+    key_file: str | None,
+    invited: bool,
+    moved: bool,
+    commanded: bool,
 ) -> None:
     if moved:
         events.emit("port", f"port {DEFAULT_PORT} is taken; this node takes {context.address.port}")
+    if not commanded:
+        text = (
+            "the swarm's key names no operator, so whoever holds it can change, pause and end the swarm; "
+            "`p2pdrl key rotate` with --add-operator names one"
+        )
+        events.emit("no-operators", text, level="warning")
     join = f"p2pdrl node --peers {context.address}" + (" --swarm-key-file FILE" if key_file else "")
     if key_file:
         join += ", or by a line that `p2pdrl invite` prints"

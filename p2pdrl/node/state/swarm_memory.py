@@ -1,6 +1,7 @@
 """What a data folder remembers of its swarm, so that the swarm goes on after all its nodes were off.
 
-``swarm.json`` holds task, lineage, how far it was and when it is to end. A node that starts while nobody else
+``swarm.json`` holds task, lineage, how far it was, and its records: when it is to end, who may command it,
+who is banned. A node that starts while nobody else
 runs resumes it, instead of founding another swarm whose settings would compete with the old one's.
 ``modes/<task>.json`` holds the mode record that the node follows: a founder would write the mode of its
 configuration, under an epoch that every node remembering a later one overrules. Both keep records with their
@@ -29,10 +30,17 @@ from p2pdrl.node.settings import ModeSetting, StopSetting
 from p2pdrl.node.state.checkpoints import Checkpoint
 from p2pdrl.node.training import Training
 
-__all__ = ["RememberedSwarm", "SavedMode", "SwarmMemory", "recall_mode", "recall_stop"]
+__all__ = [
+    "RememberedSwarm",
+    "SavedMode",
+    "SwarmMemory",
+    "recall_members",
+    "recall_mode",
+    "recall_stop",
+]
 
-FORMAT = 1
-MODE_FORMAT = 2
+FORMAT = 2
+MODE_FORMAT = 3
 MAX_BYTES = 131_072
 MAX_MODE_BYTES = 65_536
 WRITE_EVERY_S = 15.0
@@ -46,13 +54,22 @@ class RememberedSwarm(msgspec.Struct, frozen=True):
     lineage: str
     env_steps: int
     """Made within that lineage, as far as this node knew."""
-    stop: SwarmRecord | None = None
-    """The record of the stop condition; None while the node knew none."""
+    records: tuple[SwarmRecord, ...] = ()
+    """As far as the node knew any."""
     done: bool = False
     """The stop condition was met."""
     others: bool = False
     """It had other members. A node that was always alone begins as its configuration says."""
     format: int = FORMAT
+
+    def record(self, key: str) -> SwarmRecord | None:
+        """The record under ``key``."""
+        return next((record for record in self.records if record.key == key), None)
+
+    @property
+    def settled(self) -> bool:
+        """Whether mode and stop condition are known."""
+        return None not in (self.record(settings.MODE), self.record(settings.STOP))
 
 
 class SwarmMemory:
@@ -96,7 +113,7 @@ class SwarmMemory:
             training.task,
             training.lineage,
             training.lineage_steps,
-            membership.records.get(settings.STOP),
+            membership.records.all(),
             done=self._context.halted is not None,
             others=self.had_others,
         )
@@ -125,23 +142,60 @@ class SwarmMemory:
         return found if good and found.lineage else None
 
 
+def recall_members(context: NodeContext, memory: RememberedSwarm | None) -> RememberedSwarm | None:
+    """Recall who may command and who is banned, whatever comes of the swarm otherwise; return ``memory``.
+
+    Whoever takes us in may be one of those, and would tell us of neither.
+    """
+    for key in (settings.OPERATORS, settings.BANS):
+        if memory is not None and (record := memory.record(key)) is not None:
+            _recall(context, record)
+    return memory
+
+
+def _recall_commands(context: NodeContext, memory: RememberedSwarm) -> None:
+    """Recall what operators have said of the swarm that is resumed, so that nobody can say it again."""
+    records = context.membership.records
+    if not records.roots:
+        return
+    for key in (settings.MODE, settings.PAUSE):
+        if (record := memory.record(key)) is not None:
+            _recall(context, record)
+    if (halt := memory.record(settings.HALT)) is not None:
+        records.pass_over(settings.HALT, halt.epoch)
+
+
+def _recall(context: NodeContext, record: SwarmRecord) -> None:
+    try:
+        context.membership.recall(record)
+    except BadRecordError as error:
+        text = f"the swarm's record {record.key!r} of an earlier run counts no more: {error}"
+        context.events.emit("record-lost", text, level="warning")
+
+
 def recall_stop(context: NodeContext, memory: RememberedSwarm) -> None:
-    """Recall the stop condition of the swarm that is resumed.
+    """Recall the stop condition of the swarm that is resumed, and what operators have commanded beside it.
 
     Another one that the configuration gives counts only where the old one was met already, or with
     ``mode_from_config``: a node's file is as old as its swarm, and the swarm's record is newer.
     """
-    if memory.stop is None:
+    _recall_commands(context, memory)
+    record = memory.record(settings.STOP)
+    if record is None:
         return
     wanted = context.config.task.stop
-    setting = settings.decode(memory.stop.value, StopSetting)
+    setting = settings.decode(record.value, StopSetting)
     try:
-        context.membership.recall(memory.stop)
+        context.membership.recall(record)
     except BadRecordError as error:
         text = f"the swarm's stop condition is lost: {error}"
         context.events.emit("stop-unreadable", text, level="warning")
         return
     if setting is None or wanted in (setting.stop, StopConfig()):
+        return
+    if context.membership.records.roots:
+        text = "goes on to the swarm's own stop condition, not to this node's; operators change it"
+        context.events.emit("stop-recalled", f"{text} (`p2pdrl stop set`)", level="warning")
         return
     if memory.done or context.config.node.mode_from_config:
         context.membership.propose(settings.STOP, StopSetting(wanted, setting.founded_at))
@@ -251,11 +305,14 @@ async def recall_mode(
     setting = settings.decode(record.value, ModeSetting)
     if info is not None or setting is None or setting.strategy == wanted:
         return
-    if context.config.node.mode_from_config:
+    if membership.records.get(settings.MODE) != record:
+        return  # of another lineage, or a newer one is known
+    if context.config.node.mode_from_config and not membership.records.roots:
         membership.propose(settings.MODE, ModeSetting.of(wanted))
         return
     last, own = mode_words(setting.strategy), mode_words(wanted)
-    text = (
-        f"goes on in the swarm's last mode, {last}; --mode-from-config begins in the configuration's, {own}"
-    )
+    how = f"--mode-from-config begins in the configuration's, {own}"
+    if membership.records.roots:
+        how = f"an operator can change it to the configuration's, {own} (`p2pdrl mode set`)"
+    text = f"goes on in the swarm's last mode, {last}; {how}"
     events.emit("mode-recalled", text, epoch=record.epoch, proposer=record.proposer)

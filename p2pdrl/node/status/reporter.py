@@ -72,6 +72,7 @@ def mode_document(
             "epoch": record.epoch,
             "proposer": record.proposer,
             "proposer_name": _name(context, record.proposer),
+            "at": record.at_ms / 1000 or None,
             "mode": None if setting is None else setting.strategy.mode,
             "protocol": None if setting is None else protocol_of(setting.strategy),
             "options": {} if setting is None else told_options(setting.strategy),
@@ -96,7 +97,7 @@ def _member(name: str, report: PeerReport | None, wanted: int, protocol: str | N
 
 
 def _name(context: NodeContext, node: str) -> str:
-    name = context.name_of(node)
+    name = context.author(node)
     return short(node) if name == node else name
 
 
@@ -277,6 +278,7 @@ class StatusReporter:
             "state": context.state,
             "members": context.member_counts(),
             "reach": context.reachability.figures(),
+            "commands": self._commands(),
             "swarm_env_steps": context.progress_tracker.total().env_steps,
             "swarm_steps_per_s": sum(rates),
             "speedup": self._speedup(rates),
@@ -305,6 +307,21 @@ class StatusReporter:
                 "error": None if checkpointer is None else checkpointer.error,
             },
         }
+
+    def _commands(self) -> list[dict[str, object]]:
+        """Who wrote each of the swarm's records, and when."""
+        records = self._context.membership.records
+        return [
+            {
+                "key": record.key,
+                "epoch": record.epoch,
+                "by": _name(self._context, record.proposer),
+                "operator": None if (found := records.operator(record.proposer)) is None else found.name,
+                "id": record.proposer,
+                "at": record.at_ms / 1000 or None,
+            }
+            for record in records.all()
+        ]
 
     def _speedup(self, rates: Sequence[float]) -> dict[str, object]:
         """How much sooner the swarm gets there than its fastest node, and how large its batches are.
@@ -400,7 +417,16 @@ class StatusReporter:
 
     def peers(self) -> list[dict[str, object]]:
         """The document of ``/v1/peers``: every known member, ourselves first, then by name."""
-        rows = [self._row(member) for member in self._context.membership.members()]
+        membership = self._context.membership
+        members = membership.members()
+        rows = [self._row(member) for member in members]
+        known = {member.id for member in members}
+        rows += [
+            {"name": ban.name or short(ban.id), "id": ban.id, "address": "", "state": "banned", "self": False}
+            | {"state_reason": ban.words, "healthy": False, "reasons": [ban.words], "roles": []}
+            for ban in membership.records.bans.values()
+            if ban.id not in known
+        ]
         return sorted(rows, key=lambda row: (not row["self"], str(row["name"]), str(row["id"])))
 
     def trainers(self) -> dict[str, Address]:

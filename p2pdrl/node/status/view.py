@@ -10,9 +10,12 @@ import numpy.typing as npt
 
 from p2pdrl.api.answers import ApiRefusal
 from p2pdrl.api.protocol import EventSource
-from p2pdrl.config.mode import strategy_from
-from p2pdrl.errors import CheckpointError, ConfigError
+from p2pdrl.config.mode import stop_from, strategy_from
+from p2pdrl.errors import CheckpointError, ConfigError, WireError
+from p2pdrl.ids import is_node_id
 from p2pdrl.membership.invites import Inviter
+from p2pdrl.membership.records import BadRecordError, SwarmRecord
+from p2pdrl.node import settings
 from p2pdrl.node.context import NodeContext
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.record_follower import RecordFollower
@@ -20,6 +23,7 @@ from p2pdrl.node.state.checkpoints import Checkpointer
 from p2pdrl.node.status.meters import Meters
 from p2pdrl.node.status.reporter import StatusReporter
 from p2pdrl.tensors.inference_slots import InferenceSpec, PolicyAnswer
+from p2pdrl.transport import codec
 from p2pdrl.transport.protocol import Refusal
 
 __all__ = ["ApiView"]
@@ -71,6 +75,14 @@ class ApiView:
         self._set_roles = set_roles
         self._context, self._reporter, self._meters, self._follower = context, reporter, meters, follower
 
+    @property
+    def operator_keys(self) -> tuple[bytes, ...]:
+        """Public keys of those who may command; none where everybody may."""
+        if self._context is None:
+            return ()
+        records = self._context.membership.records
+        return tuple(operator.public_key for operator in records.operators)
+
     def status(self) -> dict[str, object]:
         """The document of ``/v1/status``."""
         return _need(self._reporter).status()
@@ -102,7 +114,6 @@ class ApiView:
     async def pause(self, *, paused: bool, swarm: bool) -> None:
         """Hold this node's learner, or everybody's, or let it go on."""
         if swarm:
-            self._check_say()
             self._settings().pause(paused=paused)
         else:
             _need(self._follower).hold(_need(_need(self._context).training), paused=paused)
@@ -130,9 +141,52 @@ class ApiView:
     async def set_mode(self, mode: str, sets: Sequence[str]) -> dict[str, object]:
         """Propose another mode to the swarm."""
         _need(_need(self._context).training)
-        self._check_say()
-        record = self._settings().propose_mode(strategy_from(mode, sets))
-        return {"epoch": record.epoch, "proposer": record.proposer}
+        return _named(self._settings().propose_mode(strategy_from(mode, sets)))
+
+    def records(self) -> dict[str, object]:
+        """The document of ``/v1/records``."""
+        return _need(self._context).membership.records.document()
+
+    async def submit(self, record: bytes) -> dict[str, object]:
+        """Give the swarm a record that an operator has signed."""
+        membership = _need(self._context).membership
+        if not membership.records.roots:
+            raise ApiRefusal(409, "the swarm's key names no operators here; every member may command")
+        try:
+            decoded: SwarmRecord = codec.decode(record, SwarmRecord, "swarm record")
+        except WireError as error:
+            raise ApiRefusal(400, str(error)) from error
+        kind = settings.KINDS.get(decoded.key)
+        value = None if kind is None else settings.decode(decoded.value, kind)
+        if value is None:
+            raise ApiRefusal(
+                400, f"this node can't read such a record {decoded.key!r}: is it of another p2pdrl?"
+            )
+        if isinstance(value, settings.ModeSetting):
+            _need(self._follower).check_mode(value.strategy)
+        try:
+            membership.submit(decoded)
+        except BadRecordError as error:
+            raise ApiRefusal(error.status, str(error)) from error
+        if membership.records.get(decoded.key) != decoded:
+            raise ApiRefusal(409, f"a newer record {decoded.key!r} is there by now; try again")
+        return _named(decoded)
+
+    async def set_stop(self, sets: Sequence[str]) -> dict[str, object]:
+        """Give the swarm another stop condition."""
+        _need(_need(self._context).training)
+        return _named(self._settings().set_stop(stop_from(sets)))
+
+    async def halt(self, reason: str) -> dict[str, object]:
+        """End the training everywhere."""
+        _need(_need(self._context).training)
+        return _named(self._settings().end_all(reason[:200]))
+
+    async def ban(self, node: str, *, reason: str, banned: bool) -> dict[str, object]:
+        """Have all refuse a node, or take it again."""
+        if not is_node_id(node):
+            raise ConfigError("a node's id has 32 hex digits")
+        return _named(self._settings().ban(node, reason=reason, banned=banned))
 
     async def set_roles(self, roles: Sequence[str]) -> None:
         """Have this node do something else for the swarm."""
@@ -200,8 +254,19 @@ class ApiView:
             )
 
     def _settings(self) -> RecordFollower:
-        """Who changes the swarm's settings; refused while they are of no lineage: founding loses those."""
-        _need(_need(self._context).membership.records.lineage or None)
+        """Who changes the swarm's settings; refused while they are of no lineage: founding loses those.
+
+        Raises:
+            ApiRefusal: 403 where operators do that.
+        """
+        records = _need(self._context).membership.records
+        if records.roots:
+            names = ", ".join(operator.words for operator in records.operators)
+            raise ApiRefusal(
+                403, f"the swarm is commanded by its operators alone, who sign what they want: {names}"
+            )
+        self._check_say()
+        _need(records.lineage or None)
         return _need(self._follower)
 
     def _checkpointer(self) -> Checkpointer:
@@ -209,6 +274,10 @@ class ApiView:
         if checkpointer is None:
             raise CheckpointError("this node has no state yet; wait until it trains")
         return checkpointer
+
+
+def _named(record: SwarmRecord) -> dict[str, object]:
+    return {"epoch": record.epoch, "proposer": record.proposer}
 
 
 def _need(thing: T | None) -> T:

@@ -84,6 +84,7 @@ class HttpServer:
         rates: NodeRates | None = None,
     ) -> None:
         self.routes: Routes[Reply] = Routes()
+        self.barred: Callable[[str], str | None] = lambda node_id: None
         self.pending: PendingConnections[_Take] = PendingConnections()
         self._node_id = node_id
         self._swarm_id = swarm_id
@@ -98,6 +99,7 @@ class HttpServer:
             routes=self.routes,
             admission=self._admission,
             tell=self._tell,
+            barred=self.why_barred,
             clock=clock,
             limits=limits,
             counters=counters,
@@ -107,6 +109,10 @@ class HttpServer:
         self._download = rates.download if rates is not None else None
         self._streams = StreamServer(shared)
         self.pipes = PipeServer(limits, rates)
+
+    def why_barred(self, node_id: str) -> str | None:
+        """Why a node isn't answered, as `HttpTransport.bar` was told; None for one that is."""
+        return self.barred(node_id)
 
     def mount(self, app: web.Application) -> None:
         """Add the peer routes, for every method, to ``app``."""
@@ -250,6 +256,8 @@ class HttpServer:
             if shown.node_id != head.sender:
                 raise Refusal(403, f"node {shown.node_id} can't speak in the name of {head.sender}")
             self._certified.note(shown)
+        if (why := self.barred(head.sender)) is not None:
+            raise Refusal(403, why)
         if connection is not None:
             connection.proven = True
         return None if shown is None else shown.roles

@@ -55,12 +55,14 @@ class Shared:
 
     Attributes:
         tell: ``(refusal, host) -> (status, reason)``: counts a refusal, and says what ``host`` is answered.
+        barred: why a node isn't answered; None for one that is.
         rates: of the node; None without bounds.
     """
 
     routes: Routes[Reply]
     admission: Admission
     tell: Callable[[Refusal, str], tuple[int, str]]
+    barred: Callable[[str], str | None]
     clock: Clock
     limits: TransportLimits
     counters: TrafficCounters
@@ -183,6 +185,8 @@ class ServedStream:
             self._rest_nbytes = body_nbytes(frame.meta_nbytes, frame.vector_nbytes, self._in.nbytes)
             self._rest_pieces = 1 + pieces_of(frame.vector_nbytes)
             self._broken = False
+            if (why := self._shared.barred(self.peer)) is not None:
+                raise Refusal(403, why)
             route = self._shared.routes.find(name.decode("ascii", "replace"))
             route.admit_caller(self._allowed)
             route.admit(frame.meta_nbytes, frame.vector_nbytes)

@@ -6,7 +6,14 @@ import base64
 
 import pytest
 
-from p2pdrl.api.keyfile import KEY_BYTES, read_swarm_keys, rotate_swarm_key, write_swarm_key
+from p2pdrl.api.keyfile import (
+    KEY_BYTES,
+    read_operator_key,
+    read_swarm_keys,
+    rotate_swarm_key,
+    write_operator_key,
+    write_swarm_key,
+)
 from p2pdrl.errors import UsageError
 from p2pdrl.ids import swarm_id_from_key
 
@@ -108,7 +115,17 @@ def test_keys_are_never_shown_in_words(rotated):
 
 
 @pytest.mark.parametrize(
-    "extra", [" form=3", " from=soon", " from", "\nnot base64!", "\n" + base64.b64encode(b"x").decode()]
+    "extra",
+    [
+        " operator=zz:a",
+        " operator=00:a",
+        f" operator={'0' * 64}:a/b",
+        " form=3",
+        " from=soon",
+        " from",
+        "\nnot base64!",
+        "\n" + base64.b64encode(b"x").decode(),
+    ],
 )
 def test_what_a_line_may_not_say(tmp_path, extra):
     path = tmp_path / "swarm.key"
@@ -116,3 +133,55 @@ def test_what_a_line_may_not_say(tmp_path, extra):
     path.chmod(0o600)
     with pytest.raises(UsageError, match="isn't a swarm key"):
         read_swarm_keys(path)
+
+
+@pytest.fixture
+def operated(tmp_path):
+    """A key file with one operator, and hers."""
+    operator = write_operator_key(tmp_path / "swarm.key.operator", "alice")
+    write_swarm_key(tmp_path / "swarm.key", [operator.public])
+    return tmp_path / "swarm.key", operator
+
+
+def test_a_key_names_its_operators_and_an_operators_key_is_a_file_of_its_own(operated):
+    path, operator = operated
+    assert read_swarm_keys(path).operators == (operator.public,)
+    assert path.read_text().endswith(f" operator={operator.public.public_key.hex()}:alice\n")
+    private = path.with_name("swarm.key.operator")
+    assert private.stat().st_mode & 0o777 == 0o600
+    assert read_operator_key(private).public == operator.public
+    private.chmod(0o644)
+    with pytest.raises(UsageError, match="chmod 600"):
+        read_operator_key(private)
+    assert private.read_text().split()[0] not in repr(operator)
+
+
+@pytest.mark.parametrize("content", ["", "x", "AAAA name=alice", f"{'A' * 43}= name=a/b", f"{'A' * 43}="])
+def test_what_is_no_operators_key(tmp_path, content):
+    path = tmp_path / "o"
+    path.write_text(content)
+    path.chmod(0o600)
+    with pytest.raises(UsageError, match="isn't an operator key"):
+        read_operator_key(path)
+
+
+def test_a_rotation_keeps_the_operators_but_for_those_that_are_named(operated, tmp_path):
+    path, alice = operated
+    bob = write_operator_key(tmp_path / "bob", "bob").public
+    keys = rotate_swarm_key(path, HOUR_S, NOW_S)
+    assert read_swarm_keys(path) == keys
+    assert keys.operators == (alice.public,)
+    assert rotate_swarm_key(path, HOUR_S, NOW_S + 3 * HOUR_S, add=[bob, bob]).operators == (alice.public, bob)
+    with pytest.raises(UsageError, match="names 0 of the key's root operators, which are: alice"):
+        rotate_swarm_key(path, HOUR_S, NOW_S + 6 * HOUR_S, remove=["carol"])
+    keys = rotate_swarm_key(path, HOUR_S, NOW_S + 6 * HOUR_S, remove=[alice.public.id[:8]])
+    assert keys.operators == (bob,)
+    with pytest.raises(UsageError, match="the last root operator stays"):
+        rotate_swarm_key(path, HOUR_S, NOW_S + 9 * HOUR_S, remove=["bob"])
+    assert read_swarm_keys(path) == keys
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a:b", "é", "x" * 33])
+def test_what_an_operator_cant_be_called(tmp_path, name):
+    with pytest.raises(UsageError, match="can't be an operator's name"):
+        write_operator_key(tmp_path / "o", name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -12,8 +13,17 @@ from p2pdrl.api.routes import mount
 from p2pdrl.clock import ManualClock
 from p2pdrl.errors import StorageError
 from p2pdrl.ids import PROTOCOL_VERSION
+from p2pdrl.membership.identity import Identity
+from p2pdrl.membership.operators import Operator
 from p2pdrl.testing.fake_node import FakeNode
-from p2pdrl.transport.auth import format_time, new_nonce, sign_api, target_proven
+from p2pdrl.transport.auth import (
+    OPERATOR_HEADER,
+    format_time,
+    new_nonce,
+    operator_payload,
+    sign_api,
+    target_proven,
+)
 
 KEY = bytes(range(32))
 
@@ -367,3 +377,54 @@ async def test_without_a_pipeline_there_is_no_timeline(start):
     node.timeline = None
     answer = await (await start(node)).get("/v1/pipeline/trace")
     assert (answer.status, "no pipeline" in (await answer.json())["error"]) == (400, True)
+
+
+ALICE, MALLORY = Identity(b"a" * 32), Identity(b"m" * 32)
+
+
+def operated():
+    node = FakeNode(swarm_key=KEY)
+    node.swarm_records.use_roots([Operator(ALICE.public_key, "alice")])
+    return node
+
+
+def by(operator, headers):
+    signature = operator.sign(operator_payload(headers["P2PDRL-Mac"]))
+    return headers | {OPERATOR_HEADER: f"{operator.public_key.hex()}.{signature.hex()}"}
+
+
+@pytest.mark.parametrize("path", ["/v1/leave", "/v1/pause", "/v1/checkpoint", "/v1/roles?role=actor"])
+async def test_where_operators_command_the_swarms_key_alone_changes_no_node(start, clock, path):
+    node = operated()
+    client = await start(node)
+
+    async def post(dress):
+        headers = dress(await signed(client, KEY, "POST", path, clock.wall()))
+        return (await client.post(path, headers=headers)).status
+
+    assert await post(lambda headers: headers) == 403
+    assert await post(lambda headers: by(MALLORY, headers)) == 403
+    other = by(ALICE, await signed(client, KEY, "POST", "/v1/leave?x=1", clock.wall()))[OPERATOR_HEADER]
+    assert await post(lambda headers: headers | {OPERATOR_HEADER: other}) == 403
+    for odd in ("", ".", "é.é", f"{'0' * 64}.{'0' * 128}", "0" * 300):
+        assert await post(lambda headers, odd=odd: headers | {OPERATOR_HEADER: odd}) == 403, odd
+    assert node.done == []
+    assert await post(lambda headers: by(ALICE, headers)) < 300
+    token = await signed(client, node.token.encode(), "POST", path, clock.wall())
+    assert (await client.post(path, headers=token)).status < 300, "its owner needs no operator"
+    assert len(node.done) == 2
+
+
+async def test_records_are_read_and_given_by_who_holds_the_key(start, clock):
+    node = operated()
+    client = await start(node)
+    assert (await client.get("/v1/records")).status == 401
+    headers = await signed(client, KEY, "GET", "/v1/records", clock.wall())
+    told = await (await client.get("/v1/records", headers=headers)).json()
+    assert told == node.records()
+    assert [operator["name"] for operator in told["operators"]] == ["alice"]
+    record = node.swarm_records.compose("pause", {"paused": True}, ALICE)
+    for body, status in ((msgspec.msgpack.encode(record), 200), (b"x" * 20_000, 413)):
+        headers = await signed(client, KEY, "POST", "/v1/records", clock.wall())
+        assert (await client.post("/v1/records", headers=headers, data=body)).status == status
+    assert node.done == ["record pause"]

@@ -11,7 +11,9 @@ from p2pdrl.testing.fake_node import FakeNode, ServedNode
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch):
-    for name in ["P2PDRL_API", "P2PDRL_TOKEN", "P2PDRL_SWARM_KEY_FILE", "P2PDRL_JOIN", "COLUMNS"]:
+    for name in (
+        "P2PDRL_API", "P2PDRL_TOKEN", "P2PDRL_SWARM_KEY_FILE", "P2PDRL_OPERATOR", "P2PDRL_JOIN", "COLUMNS",
+    ):  # fmt: skip
         monkeypatch.delenv(name, raising=False)
 
 

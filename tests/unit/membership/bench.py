@@ -22,6 +22,7 @@ from p2pdrl.membership.events import (
 )
 from p2pdrl.membership.identity import Identity, verify
 from p2pdrl.membership.messages import Ack, Digest, GossipMessage, Message, Nack, Ping, PingReq, Sync
+from p2pdrl.membership.operators import Operator
 from p2pdrl.membership.parameters import MembershipConfig
 from p2pdrl.membership.records import (
     Incarnation,
@@ -56,7 +57,7 @@ def suspicion(subject: int, accuser: int, counter: int = 0, verdict: str = "susp
 class Bench:
     """Node 0 under test among ``others`` peers; calls to peers succeed unless named in ``down``."""
 
-    def __init__(self, others: int = 4, **options: object) -> None:
+    def __init__(self, others: int = 4, roots: tuple[Operator, ...] = (), **options: object) -> None:
         self.now = 0.0
         self.core = Membership(
             config=MembershipConfig(**options),
@@ -66,6 +67,7 @@ class Bench:
             rng=random.Random(0),
             wall=lambda: WALL_S + self.now,
             now=0.0,
+            roots=roots,
         )
         self.core.assume([record(number) for number in range(1, others + 1)], 0.0)
         self.down: dict[int, str] = {}

@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from p2pdrl.errors import ConfigError
 from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.membership.events import MemberView
 from p2pdrl.membership.identity import Identity, verify
+from p2pdrl.membership.operators import Operator
 from p2pdrl.membership.records import Incarnation, Verifier
 from p2pdrl.membership.swarm_records import SwarmRecords
 from p2pdrl.node.accounting.exchanges import Accounting
@@ -71,9 +72,10 @@ def sidecar(step: int) -> dict[str, np.ndarray]:
 class FakeMembership:
     """Members as the test says, and the swarm's real records."""
 
-    def __init__(self, seed: int = 1) -> None:
+    def __init__(self, seed: int = 1, roots: Iterable[Operator] = ()) -> None:
         self.identity = Identity(bytes([seed]) * 32)
-        self.records = SwarmRecords(Verifier("swarm", verify))
+        self.public_key = self.identity.public_key
+        self.records = SwarmRecords(Verifier("swarm", verify), roots)
         self.views = [self.view(self.identity.node_id, "me", is_self=True)]
         self.on_record: Callable[[Any], None] = lambda record: None
         self.asked: list[str] = []
@@ -108,10 +110,13 @@ class FakeMembership:
         if self.records.merge(record, trusted=True):
             self.on_record(record)
 
+    def submit(self, record: Any) -> None:
+        if self.records.merge(record):
+            self.on_record(record)
+
     def propose(self, key: str, value: Any) -> Any:
         record = self.records.compose(key, value, self.identity)
-        self.records.merge(record)
-        self.on_record(record)
+        self.submit(record)
         return record
 
 

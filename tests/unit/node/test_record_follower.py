@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 import msgspec
@@ -10,6 +11,9 @@ import pytest
 from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.config.strategy import AdpsgdConfig, LocalConfig
 from p2pdrl.config.task import EvaluationConfig, StopConfig
+from p2pdrl.ids import new_lineage
+from p2pdrl.membership.identity import Identity
+from p2pdrl.membership.operators import Operator
 from p2pdrl.node import settings
 from p2pdrl.node.accounting.counters import Counts
 from p2pdrl.node.accounting.evaluations import Evaluation
@@ -301,3 +305,99 @@ async def test_a_greater_lineage_that_a_member_reports_is_adopted_whatever_the_m
     training.adoptions.under_way = True
     follower.on_gossip_round(training)
     assert begun == [figures.greater]
+
+
+# In a swarm with operators
+
+
+ROOT = Identity(b"r" * 32)
+
+
+@pytest.fixture
+def operated(make_membership, follower, context, training):
+    """The follower's membership, of a swarm that an operator commands; its lineage is this node's own."""
+    made = make_membership(1, [Operator(ROOT.public_key, "alice")])
+    training.lineage = new_lineage(made.public_key)
+    context.membership = made
+    context.progress_tracker.follow(training.lineage)
+    made.on_record = lambda record: follower.record_changed()
+    follower.enter(training.lineage)
+    return made
+
+
+def commanded(membership, clock, key, value):
+    record = membership.records.compose(key, value, ROOT, clock.wall())
+    membership.submit(record)
+    return record
+
+
+async def test_a_members_halt_counts_where_the_stop_condition_is_met(follower, operated, training, context):
+    operated.propose(settings.STOP, stop_setting(env_steps=100))
+    stranger = Identity(b"s" * 32)
+    version = operated.records.get(settings.STOP)
+    halt = HaltSetting("env_steps", "done", version.epoch, version.proposer)
+    operated.submit(operated.records.compose(settings.HALT, halt, stranger))
+    await follower.follow(training)
+    context.progress_tracker.credit(Counts(99))
+    follower.on_gossip_round(training)
+    assert not follower.halted.is_set()
+    assert operated.records.get(settings.HALT).proposer == stranger.node_id
+    context.progress_tracker.credit(Counts(100))
+    follower.on_gossip_round(training)
+    assert follower.halted.is_set()
+    assert operated.records.get(settings.HALT).proposer == stranger.node_id, "said once is enough"
+
+
+async def test_a_node_ends_by_what_it_knows_whatever_halt_is_held(
+    follower, operated, training, context, clock
+):
+    operated.propose(settings.STOP, stop_setting(env_steps=100))
+    commanded(operated, clock, settings.HALT, HaltSetting("command", "", 99, "0" * 32))
+    await follower.follow(training)
+    context.progress_tracker.credit(Counts(100))
+    follower.on_gossip_round(training)
+    assert follower.halted.is_set()
+
+
+async def test_an_operators_halt_counts_at_once_and_not_for_ever(
+    follower, operated, training, context, clock, kinds
+):
+    operated.propose(settings.STOP, stop_setting(env_steps=100))
+    stop = operated.records.get(settings.STOP)
+    halt = HaltSetting("command", "enough", stop.epoch, stop.proposer)
+    commanded(operated, clock, settings.HALT, halt)
+    clock.advance(601.0)
+    await follower.follow(training)
+    assert not follower.halted.is_set()
+    assert kinds() == ["halt-passed-over"]
+    commanded(operated, clock, settings.HALT, halt)
+    await follower.follow(training)
+    assert follower.halted.is_set()
+    assert context.halted == f"halted by operator alice ({ROOT.node_id[:8]}): enough"
+
+
+async def test_only_a_lineages_founder_writes_its_first_settings(
+    follower, operated, training, context, events
+):
+    follower.enter(new_lineage(ROOT.public_key))
+    follower.found(training, 500.0)
+    assert operated.records.all() == ()
+    assert [event["kind"] for event in events.since(0)] == ["settings-missing"] * 2
+    follower.enter(training.lineage)
+    follower.found(training, 500.0)
+    assert [record.epoch for record in operated.records.all()] == [1, 1]
+
+
+async def test_who_hears_that_the_swarm_is_done_before_it_trains_looks_itself(
+    follower, operated, training, context
+):
+    operated.propose(settings.STOP, stop_setting(env_steps=100))
+    version = operated.records.get(settings.STOP)
+    halt = HaltSetting("env_steps", "done", version.epoch, version.proposer)
+    operated.submit(operated.records.compose(settings.HALT, halt, Identity(b"s" * 32)))
+    waiting = asyncio.create_task(follower.until_done())
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    context.progress_tracker.credit(Counts(100))
+    follower.record_changed()
+    assert await asyncio.wait_for(waiting, 5) == "done"

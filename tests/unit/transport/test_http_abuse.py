@@ -15,13 +15,25 @@ import pytest
 from p2pdrl.clock import SystemClock
 from p2pdrl.errors import PeerRefusedError
 from p2pdrl.ids import PROTOCOL_VERSION
+from p2pdrl.transport.http.headers import RequestHead
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.limits import PIECE_BYTES
 from p2pdrl.transport.opening import HELLO, TOKEN_BYTES
-from p2pdrl.transport.protocol import Address, Incoming, Reply
+from p2pdrl.transport.protocol import Address, Incoming, Lane, Reply
 from p2pdrl.transport.tls import client_context
 
-from .conftest import CLIENT, CLIENT_TLS, KEY, OTHER_ID, OTHER_TLS, SERVER_ID, Ends, answer_of, until
+from .conftest import (
+    CLIENT,
+    CLIENT_ID,
+    CLIENT_TLS,
+    KEY,
+    OTHER_ID,
+    OTHER_TLS,
+    SERVER_ID,
+    Ends,
+    answer_of,
+    until,
+)
 from .conftest import until_closed as ended
 
 Served = Any
@@ -119,6 +131,32 @@ async def test_each_member_speaks_in_its_own_name(patient: Served) -> None:
     assert "can't speak in the name of" in text
     assert (await patient.send(patient.request(route="who"), OTHER_TLS))[0] == 403
     assert seen == [OTHER_ID]
+
+
+async def test_who_is_barred_is_told_why_by_post_and_on_the_stream_that_it_has(patient: Served) -> None:
+    client = HttpTransport(CLIENT_ID, "default", CLIENT.tls([KEY]), clock=SystemClock())
+    await client.start()
+
+    async def ask(lane: Lane) -> bytes:
+        answer = await client.call(patient.address, SERVER_ID, "take", b"meta", deadline_s=5.0, lane=lane)
+        return answer.meta
+
+    try:
+        assert await ask("bulk") == b"meta"
+        patient.transport.bar(lambda node_id: "banned: floods" if node_id == CLIENT_ID else None)
+        for lane in ("bulk", "probe"):
+            with pytest.raises(PeerRefusedError, match="403: banned: floods"):
+                await ask(lane)
+        assert (await patient.send(patient.request(change=as_other), OTHER_TLS))[0] == 200
+        patient.transport.bar(lambda node_id: None)
+        assert [await ask("bulk"), await ask("probe")] == [b"meta"] * 2
+    finally:
+        await client.close()
+    assert len(patient.taken) == 4
+
+
+def as_other(head: RequestHead) -> RequestHead:
+    return replace(head, sender=OTHER_ID)
 
 
 async def test_a_caller_with_another_key_comes_to_nothing(

@@ -8,6 +8,8 @@ import pytest
 
 from p2pdrl.api.keyfile import read_swarm_keys, rotate_swarm_key, write_swarm_key
 from p2pdrl.clock import ManualClock
+from p2pdrl.membership.identity import Identity
+from p2pdrl.membership.operators import Operator
 from p2pdrl.node.bootstrap.key_watch import KeyWatch
 from p2pdrl.node.events import EventLog
 
@@ -35,6 +37,8 @@ class Watching:
         watch = KeyWatch(
             str(self.path), keys, lambda *now: self.used.append(now), self.events, self.clock, read
         )
+        self.operators = []
+        watch.use_operators = self.operators.append
         self.task = asyncio.create_task(watch.run())
         return self
 
@@ -86,3 +90,13 @@ async def test_a_file_that_is_no_good_is_told_and_changes_nothing(watching, what
         await asyncio.sleep(6)
         assert used == []
         assert "goes on with the keys that it has" in words(events)[0]
+
+
+async def test_operators_that_the_file_names_are_taken_at_once(watching):
+    alice = Operator(Identity(b"a" * 32).public_key, "alice")
+    async with watching as (path, _, events, used):
+        rotate_swarm_key(path, HOUR_S, NOW_S, add=[alice])
+        await asyncio.sleep(10)
+        assert watching.operators == [(alice,)]
+        assert f"root operators are {alice.words} from now on" in words(events)
+        assert len(used) == 1

@@ -86,7 +86,7 @@ def test_tasks_have_files_of_their_own_and_other_swarms_records_are_passed_over(
         b"\xff\xfe",
         b"[]",
         b'{"format": 1}',
-        b'{"format": 2, "what": "a later release says"}',
+        b'{"format": 3, "what": "a later release says"}',
         b" " * 65537,
         b"[" * 60000,
     ],

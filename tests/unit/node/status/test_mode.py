@@ -77,7 +77,7 @@ async def test_who_follows(figures, context, membership, training, clock):
     assert document["since"] is not None
     assert document["record"] == {
         "epoch": 1, "proposer": membership.identity.node_id, "proposer_name": "me", "mode": "gossip",
-        "protocol": "adpsgd", "options": {"weight": 0.3},
+        "protocol": "adpsgd", "options": {"weight": 0.3}, "at": None,
     }  # fmt: skip
     follows = {member["name"]: member["follows"] for member in document["members"]}
     assert follows == {"me": True, "bob": True, "carol": False}, "the dead don't count"

@@ -19,7 +19,7 @@ from p2pdrl.workers.protocol import Crashed
 from ..signing import counted, node_id, said, tracker_of
 
 STATUS = (
-    "name id swarm_id address pid version mode mode_epoch mode_error strategy accounting lineage "
+    "name id swarm_id address pid version mode mode_epoch mode_error strategy accounting lineage commands "
     "state members policy_version env_steps "
     "swarm_env_steps steps_per_s swarm_steps_per_s speedup mean_return episodes episodes_in_window updates "
     "consensus_distance loop_lag_s rss_bytes bytes_in bytes_out exchanges learner stop healthy reasons "
@@ -77,7 +77,7 @@ async def test_actors_work_for_learners_that_learn_by_themselves(full, figures, 
 async def test_status_has_exactly_the_promised_keys(figures, full):
     status = figures.status()
     assert status.keys() == STATUS_KEYS
-    assert status["members"] == {"alive": 2, "suspect": 1, "dead": 1, "left": 1}
+    assert status["members"] == {"alive": 2, "suspect": 1, "dead": 1, "left": 1, "banned": 0}
     assert status["last_checkpoint"].keys() == {"path", "age_s", "error"}
     assert status["stop"].keys() == {"reached", "reason", "env_steps", "time_s", "mean_return", "window"}
     assert status["learner"].keys() >= {"pid", "state", "restarts", "device", "metrics"}
@@ -104,7 +104,7 @@ async def test_status_before_there_is_a_task(context):
     )
     assert (status["strategy"], status["accounting"], status["mode_error"]) == (None, {}, None)
     assert status["mean_return"] is None
-    assert status["members"] == {"alive": 1, "suspect": 0, "dead": 0, "left": 0}
+    assert status["members"] == {"alive": 1, "suspect": 0, "dead": 0, "left": 0, "banned": 0}
     assert StatusReporter(context).ready() == (False, ["this node is joining"])
     msgspec.json.encode(status)
 
