@@ -20,6 +20,7 @@ NAMES = {
     "loop_lag_distribution_seconds_bucket",
     "strikes_total", "membership_messages_total", "rss_bytes", "tasks",
     "build_info", "loop_lag_distribution_seconds_bucket",
+    "quarantined_peers", "distrusted_peers",
 }  # fmt: skip
 
 
