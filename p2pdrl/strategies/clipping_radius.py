@@ -57,6 +57,9 @@ WARM = 8
 """Exchanges after the start, or after our vector was replaced, in which our own way says little yet: a
 distance then counts up to `WARM_SHARE` of our vector's norm."""
 WARM_SHARE = 0.1
+SOME = 2
+"""With fewer peers there is nobody to compare one with. Of two the farther one, while it is beyond τ, pulls
+less and less: it would else pull us away from the nearer one, and τ would grow with that distance."""
 ENOUGH = 3
 """Peers of whom one can be told to be the odd one."""
 SUMMED = 32
@@ -234,7 +237,7 @@ class ClippingRadius:
         radius = self.radius
         several = len(self._usual) >= ENOUGH
         factor, strike = 1.0, ""
-        if several or distance <= radius:
+        if len(self._usual) >= SOME or distance <= radius:
             factor = self._beyond.share(peer, beyond=distance > radius)
         if distance > radius:
             factor *= radius / distance
@@ -287,7 +290,7 @@ class ClippingRadius:
         before = np.zeros_like(pull) if seen.pull is None else seen.pull * np.float32(1.0 - 1.0 / SUMMED)
         lengths = [one.length for one in self._seen.values() if one.met >= FEW]
         share = 1.0
-        if len(lengths) + 1 >= ENOUGH and seen.met >= FEW:
+        if len(lengths) + 1 >= SOME and seen.met >= FEW:
             most = self._multiple * statistics.median_low([*lengths, seen.length])
             share = _largest_share(_length(before, size), _length(pull, size), most,
                                    float(np.dot(before, pull)) * size / sample.size)  # fmt: skip
