@@ -102,7 +102,7 @@ def mixing_task(mixing: Mixing, vectors: list[Float32Array]) -> Task:
 
     def run(watch: Stopwatch) -> None:
         with watch.timed(f"{mixing} of {len(vectors)} nodes"):
-            combine(vectors, [1] * len(vectors), mixing=mixing, reference=vectors[0], out=out)
+            combine(vectors, [1] * len(vectors), mixing=mixing, out=out)
 
     return run
 

@@ -209,6 +209,10 @@ def _reach(member: Member, _newest: float | None) -> Text:
 
 def _state(member: Member, _newest: float | None) -> Text:
     state = clean(member.get("state", "?"), 20)
+    if member.get("quarantined") is True:
+        state = "quarantined"
+    elif (weight := as_number(member.get("pull_weight"))) is not None and weight < 1:
+        state += f", pulls ×{weight:.2g}"
     if member.get("healthy") is False and state in {"alive", "training"}:
         state = "unwell"
     return Text(state, style=_STATE_STYLE.get(state.split()[0] if state else "", ""))

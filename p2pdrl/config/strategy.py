@@ -44,6 +44,7 @@ __all__ = [
     "HogwildConfig",
     "LocalConfig",
     "Mixing",
+    "MixingChoice",
     "Mode",
     "Paced",
     "ParamAverageConfig",
@@ -65,6 +66,7 @@ Mode = Literal["gossip", "server-sync", "server-async", "allreduce", "pipeline",
 """What people type after ``mode set``: a family of strategies."""
 Compression = Literal["none", "bf16", "int8", "topk", "threshold"]
 Mixing = Literal["mean", "clipped", "trimmed"]
+MixingChoice = Literal["auto", "mean", "clipped", "trimmed"]
 Content = Literal["parameters", "gradients"]
 Partners = Literal["random", "ring", "exponential"]
 Topology = Literal["ring", "torus", "exponential", "random_regular", "complete"]
@@ -142,20 +144,33 @@ class Compressed(StrategyOptions, frozen=True, forbid_unknown_fields=True, kw_on
 class Robust(Compressed, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How vectors of several nodes become one."""
 
-    mixing: Mixing = "mean"
-    """``clipped`` shortens what is far from our own before it is averaged; ``trimmed`` leaves out the
-    greatest and least values of each entry. Both bound what one bad node can do and cost some accuracy."""
-    clip_distance: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
-    """With ``clipped``: longest difference let through, as a multiple of our own vector's norm."""
+    mixing: MixingChoice = "auto"
+    """``clipped`` lets no peer pull farther than a multiple of what is usual among them, and strikes who is
+    far off again and again; ``trimmed`` leaves out the greatest and least values of each entry. Both bound
+    what a minority can do. ``auto`` is ``clipped`` where the strategy can, and there is a swarm key on a
+    network that isn't trusted; else ``mean``."""
+    clip_distance: Annotated[float, Meta(gt=0, le=1e6)] = 2.0
+    """With ``clipped``: longest difference let through, as a multiple of the usual one."""
     trim: Annotated[float, Meta(gt=0, lt=0.5)] = 0.2
     """With ``trimmed``: share left out at each end, at least one node's value."""
 
     mixings: ClassVar[tuple[Mixing, ...]] = ("mean",)
     """Those that the strategy's code honours."""
 
+    def rule(self, *, bounded: bool) -> Mixing:
+        """The rule that ``mixing`` comes to.
+
+        Args:
+            bounded: whether peers may lie, so that ``auto`` bounds what each can do.
+        """
+        if self.mixing != "auto":
+            return self.mixing
+        over_torch = getattr(self, "backend", "own") == "torch"
+        return "clipped" if bounded and "clipped" in self.mixings and not over_torch else "mean"
+
     def rules(self) -> Iterator[Problem]:
         """Refuse mixing that nobody has declared, and trimming of what is sparse."""
-        if self.mixing not in self.mixings:
+        if self.mixing not in ("auto", *self.mixings):
             yield _problem(
                 "mixing",
                 f"nothing is {self.mixing} under this strategy; set mixing = {' or '.join(self.mixings)}",
@@ -305,7 +320,7 @@ def _over_torch(strategy: GradAverageConfig | ParamAverageConfig) -> Iterator[Pr
             f"torch.distributed adds numbers, not {strategy.compression} messages; take bf16 or none, "
             "or backend = own",
         )
-    if strategy.mixing != "mean":
+    if strategy.mixing not in ("auto", "mean"):
         yield _problem(
             "mixing",
             f"torch.distributed hands out the sum alone, so there is nothing to be {strategy.mixing}; "
@@ -511,6 +526,7 @@ class SgpConfig(
     """Part of a node's weight that goes along with each push."""
 
     modes: ClassVar[tuple[Mode, ...]] = ("gossip",)
+    mixings: ClassVar[tuple[Mixing, ...]] = ("mean", "clipped")
 
     @property
     def averages(self) -> Literal["nothing", "parameters", "gradients"]:
@@ -525,11 +541,10 @@ class SgpConfig(
                 "a quantised or sparse copy of parameters isn't an average, and sgp pushes parameters: "
                 f"{self.compression} would lose what the weights count on; take bf16 or none",
             )
-        if self.mixing != "mean":
+        if self.mixing == "trimmed":
             yield _problem(
                 "mixing",
-                f"push-sum counts on every share that is sent arriving whole; {self.mixing} takes mass "
-                "away, and the mean with it; set mixing = mean, or take gala or dsgd",
+                "a push is one vector, and one vector can't be trimmed; set mixing = clipped, or take dsgd",
             )
         yield from super().rules()
 
@@ -607,7 +622,7 @@ class StromConfig(
                 f"strom sends nothing but ±tau, so {self.compression} has nothing left to compress; set tau, "
                 "and leave compression at bf16 or none",
             )
-        if self.mixing != "mean":
+        if self.mixing not in ("auto", "mean"):
             yield _problem(
                 "mixing",
                 "every node adds the same ±tau, or replicas drift apart for good; there is nothing to be "
@@ -674,6 +689,7 @@ class ServerAsyncConfig(
     """Whether the worker also steps by itself between fetches, as in DistBelief."""
 
     modes: ClassVar[tuple[Mode, ...]] = ("server-async",)
+    mixings: ClassVar[tuple[Mixing, ...]] = ("mean", "clipped")
 
     @property
     def learner_mode(self) -> LearnerMode:
@@ -684,11 +700,11 @@ class ServerAsyncConfig(
 
     def rules(self) -> Iterator[Problem]:
         """Refuse robust means of one gradient, and bounds that a worker alone would break."""
-        if self.mixing != "mean":
+        if self.mixing == "trimmed":
             yield _problem(
                 "mixing",
                 "a server applies each gradient alone as it comes: there are no others that it could be "
-                f"{self.mixing} against; set mixing = mean, or take server_sync",
+                "trimmed against; set mixing = clipped, or take server_sync",
             )
         yield from super().rules()
         own = self.fetch_every - 1 + self.ahead
@@ -790,6 +806,10 @@ class FederatedConfig(
     delta: Annotated[float, Meta(gt=0, lt=1)] = 1e-5
     """δ of the (ε, δ) that is reported."""
 
+    def rule(self, *, bounded: bool) -> Mixing:
+        """Noise is made for the mean: see `rules`."""
+        return super().rule(bounded=bounded and not self.noise_multiplier)
+
     @property
     def averages(self) -> Literal["nothing", "parameters", "gradients"]:
         """See `StrategyOptions`."""
@@ -802,7 +822,7 @@ class FederatedConfig(
         yield from super().rules()
 
     def _private(self) -> Iterator[Problem]:
-        if self.mixing != "mean":
+        if self.mixing not in ("auto", "mean"):
             yield _problem(
                 "mixing",
                 f"the noise is made for a sum in which each member moves at most clip_norm; {self.mixing} "

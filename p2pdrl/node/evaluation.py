@@ -92,6 +92,7 @@ class Evaluations:
     def _heard(self, node: str, evaluation: Evaluation) -> None:
         if self._context.evaluations.add(node, evaluation):
             self._on_heard(Entry(node, evaluation))
+            self._training.swarm.judged(evaluation.mean)
 
     def _evaluators(self) -> list[str]:
         """Ids of the living nodes that train and hold the policy themselves."""

@@ -9,6 +9,7 @@ from p2pdrl.clock import Clock
 from p2pdrl.config.node import LimitsConfig
 from p2pdrl.group.compatibility import Summary
 from p2pdrl.ids import short
+from p2pdrl.node.drift import DriftWatch
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.state.state_transfer import Adoptions
 from p2pdrl.strategies.protocol import RoundReport
@@ -109,6 +110,7 @@ class NodeSwarmView:
         self._outranks = outranks
         self._steps_told = 0
         self.quarantine = Quarantine(limits.strikes, limits.quarantine_s)
+        self.drift = DriftWatch()
 
     @property
     def node_id(self) -> str:
@@ -144,6 +146,24 @@ class NodeSwarmView:
             why += f"; refused for {self._quarantine_s:.0f} s"
         self._events.emit("strike", f"{short(peer)} sent a bad vector: {why}", level="warning", peer=peer)
 
+    def trust(self, peer: str) -> float:
+        """By which the pull of ``peer`` is multiplied."""
+        return self.drift.weight(peer)
+
+    def judged(self, mean_return: float) -> None:
+        """Note an evaluation; tell of a peer whose exchanges went before a fall."""
+        blame = self.drift.judged(mean_return)
+        if blame is not None:
+            self._events.emit(
+                "drift",
+                f"the evaluated return fell from {blame.before:.4g} to {blame.after:.4g} after exchanges "
+                f"with {short(blame.peer)}, which pulled {blame.times:.1f} times as far as others: from now "
+                f"on its pull counts {blame.weight:.2g}",
+                level="warning",
+                peer=blame.peer,
+                weight=blame.weight,
+            )
+
     def quarantined(self, peer: str) -> bool:
         """Tell whether ``peer`` is to be refused."""
         return self.quarantine.holds(peer, self._clock.monotonic())
@@ -154,6 +174,7 @@ class NodeSwarmView:
 
     def round(self, report: RoundReport) -> None:
         """Note how a round has ended."""
+        self.drift.round(report)
         for told in self._rounds:
             told(report)
 

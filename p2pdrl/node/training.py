@@ -922,6 +922,7 @@ class Training:
             size=self.spec.layout.size,
             max_abs=config.limits.max_abs_parameter,
             trusted_network=config.trusted_network,
+            bounded=config.swarm_key_file is not None and not config.trusted_network,
             direct=self._direct,
             max_exchanges=config.debug.max_exchanges,
             start_at_members=config.debug.start_at_members,

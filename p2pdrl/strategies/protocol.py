@@ -139,7 +139,10 @@ class SwarmView(Protocol):
         """Our own state is unusable: begin to take the best donor's, in the background; once at a time."""
 
     def strike(self, peer: str, why: str) -> None:
-        """Note that ``peer`` sent something poisoned."""
+        """Note that ``peer`` sent something poisoned, or something that no honest node can have come to."""
+
+    def trust(self, peer: str) -> float:
+        """By which the pull of ``peer`` is multiplied: 1 but for peers whose exchanges did harm."""
 
     def quarantined(self, peer: str) -> bool:
         """Tell whether ``peer`` is to be refused."""
@@ -176,6 +179,7 @@ class RoundReport:
     Args:
         outcome: ``ok``, or in a word why not (``timeout``, ``refused``, ``regrouped`` …).
         merged: who was merged and with which weight, ourselves included.
+        pulls: how far each of them alone moved our vector; empty where nobody measured it.
         missing: who should have been and wasn't.
         seconds: from its begin to its end, monotonic.
         waited_s: how long our learner stood still for it.
@@ -191,6 +195,7 @@ class RoundReport:
 
     outcome: str
     merged: tuple[Merged, ...] = ()
+    pulls: tuple[float, ...] = ()
     missing: tuple[str, ...] = ()
     seconds: float = 0.0
     waited_s: float = 0.0
@@ -218,6 +223,7 @@ class StrategyContext:
         size: D, float32 parameters.
         max_abs: largest entry accepted from a peer.
         trusted_network: whether torch.distributed may be used.
+        bounded: whether peers may lie: ``mixing = "auto"`` bounds then what each can do.
         direct: whether peers reach any port of this machine, not only the one that this node listens on.
         max_exchanges: begin no more rounds than this (for experiments); 0 is no bound.
         start_at_members: begin none before this many members are alive, ourselves included.
@@ -239,6 +245,7 @@ class StrategyContext:
     size: int
     max_abs: float
     trusted_network: bool = False
+    bounded: bool = False
     direct: bool = False
     max_exchanges: int = 0
     start_at_members: int = 0

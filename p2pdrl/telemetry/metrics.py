@@ -138,7 +138,15 @@ class Registry:
             "staleness_versions", "Staleness of merged contributions in policy versions.", _STALENESS_BUCKETS
         )
         self._add_traffic()
-        self.strikes_total = total("strikes_total", "Poisoned vectors received from peers.")
+        self.strikes_total = total(
+            "strikes_total", "Vectors from peers that were poisoned, or far off again and again."
+        )
+        self.quarantined_peers = gauge(
+            "quarantined_peers", "Peers that are neither met nor answered for strikes."
+        )
+        self.distrusted_peers = gauge(
+            "distrusted_peers", "Peers that count less since the return fell after exchanges with them."
+        )
         self.membership_messages_total = total(
             "membership_messages_total",
             "Requests and answers of the membership protocol that this node sent.",

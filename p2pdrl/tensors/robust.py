@@ -1,13 +1,19 @@
-"""How the vectors of several nodes become one: the mean, or rules that bound what one bad node can do.
+"""How the vectors of several nodes become one: the mean, or rules that bound what a minority can do.
 
 Called by the strategies, in a thread for long vectors. Sums are kept in float64, so that the order of the
 vectors changes the result by no more than its last bit.
 
 - ``mean``: Σ w_i v_i.
-- ``clipped``: centered clipping, r + Σ w_i (v_i − r) · min(1, λ / ‖v_i − r‖) around a reference r
-  (Karimireddy 2021, arXiv 2012.10333, section 4, one iteration). Node i moves the result by w_i λ at most.
+- ``clipped``: centered clipping (Karimireddy 2021, arXiv 2012.10333, section 4, one iteration): r + Σ w_i
+  (v_i − r) · min(1, λ / ‖v_i − r‖). The reference r is one of the vectors, the one that is nearest to more
+  than half of the others; λ is a multiple of that distance. So while more than half are honest, r is as near
+  to honest vectors as they are to each other, and each of the rest moves the result by w_i λ at most. Where
+  nothing is farther than λ, this is the mean. Of two vectors none can be the odd one: the longer is shortened
+  to a multiple of the shorter.
 - ``trimmed``: per element, the mean of what is left without the b greatest and b least values (Yin 2018,
   arXiv 1803.01498, definition 2). With at most b bad nodes each element lies between good nodes' values.
+
+Nodes say themselves what they weigh: with ``clipped`` none weighs more than `MOST_WEIGHT` times the median.
 
 Shapes: every vector is flat, of D elements (all parameters); names carry no suffix; N vectors.
 """
@@ -17,6 +23,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,14 +31,84 @@ import numpy.typing as npt
 from p2pdrl.config.strategy import Mixing
 from p2pdrl.errors import PoisonedVectorError
 from p2pdrl.tensors.layout import Float32Array, check_vector
-from p2pdrl.tensors.mix import check_finite, distance, norm
+from p2pdrl.tensors.mix import check_finite
 from p2pdrl.tensors.wire import spans
 
-__all__ = ["combine"]
+__all__ = ["MOST_WEIGHT", "Clipping", "clipping_of", "combine", "combine_clipped"]
 
+MOST_WEIGHT = 2.0
+"""Largest weight that ``clipped`` counts, as a multiple of the vectors' (lower) median weight."""
 _PIECE = 1 << 15
 """Elements of a piece: two pieces in float64 stay in the cache."""
 _MAX = float(np.finfo(np.float32).max)
+
+
+class Clipping(NamedTuple):
+    """What ``clipped`` does with some vectors.
+
+    Args:
+        weights: theirs, as they count.
+        reference: index of the vector that the others are seen from; None for zero.
+        factors: by which each one's difference to the reference is shortened; 1 leaves it whole.
+        excess: each one's distance to the reference as a multiple of λ; infinite where λ is 0.
+    """
+
+    weights: list[float]
+    reference: int | None
+    factors: list[float]
+    excess: list[float]
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is shortened, so that the result is the weighted mean."""
+        return all(factor == 1.0 for factor in self.factors)
+
+
+def clipping_of(vectors: Sequence[Float32Array], weights: Sequence[float], clip_distance: float) -> Clipping:
+    """Measure finite vectors and say how ``clipped`` counts them.
+
+    Args:
+        weights: one for each vector, none below zero; those of weight 0 take no part.
+        clip_distance: λ as a multiple of the reference's median distance.
+    """
+    taking_part = [index for index, weight in enumerate(weights) if weight > 0]
+    most = MOST_WEIGHT * statistics.median_low([weights[index] for index in taking_part])
+    bounded = [min(weight, most) for weight in weights]
+    factors, excess = [1.0] * len(vectors), [0.0] * len(vectors)
+    if len(taking_part) < 2:
+        return Clipping(bounded, None, factors, excess)
+    products = _products([vectors[index] for index in taking_part])
+    squares = np.diag(products)
+    if len(taking_part) == 2:
+        reference, lengths = None, np.sqrt(squares)
+        longest = clip_distance * float(lengths.min())
+    else:
+        apart = np.sqrt(np.maximum(squares[:, None] + squares[None, :] - 2.0 * products, 0.0))
+        middles = [statistics.median_low(np.delete(row, at).tolist()) for at, row in enumerate(apart)]
+        middle = min(range(len(middles)), key=middles.__getitem__)
+        reference, lengths = taking_part[middle], apart[middle]
+        longest = clip_distance * float(middles[middle])
+    for index, length in zip(taking_part, lengths.tolist(), strict=True):
+        if length > longest:
+            factors[index] = longest / length
+            excess[index] = length / longest if longest else math.inf
+        else:
+            excess[index] = length / longest if longest else 0.0
+    return Clipping(bounded, reference, factors, excess)
+
+
+def _products(vectors: Sequence[Float32Array]) -> npt.NDArray[np.float64]:
+    """Inner products of all pairs."""
+    count, size = len(vectors), vectors[0].size
+    piece = max(1, min(size, (1 << 16) // count))
+    rows = np.empty((count, piece))
+    total = np.zeros((count, count))
+    for span in spans(size, piece):
+        part = rows[:, : span.stop - span.start]
+        for row, vector in zip(part, vectors, strict=True):
+            row[:] = vector[span]
+        total += part @ part.T
+    return total
 
 
 def combine(
@@ -39,11 +116,10 @@ def combine(
     weights: Sequence[float],
     *,
     mixing: Mixing = "mean",
-    clip_distance: float = 1.0,
+    clip_distance: float = 2.0,
     trim: float = 0.2,
-    reference: Float32Array | None = None,
     out: Float32Array,
-) -> None:
+) -> Clipping | None:
     """Write what ``vectors`` come to together into ``out``.
 
     Args:
@@ -52,12 +128,13 @@ def combine(
             ``trimmed`` only looks at which are zero (those vectors don't take part): the rule's proof is
             for equal ones, and a bad node would name itself a large one.
         mixing: the rule.
-        clip_distance: of ``clipped``: λ as a multiple of the reference's norm. A reference of norm zero
-            gives no scale; then it is a multiple of the median distance to it.
+        clip_distance: of ``clipped``: see `clipping_of`.
         trim: of ``trimmed``: share of the vectors left out at each end, in (0, ½), at least one vector.
             Of one or two vectors none can be left out: they are averaged.
-        reference: of ``clipped``: this node's own vector, or the last result; else unused.
         out: D elements; may be one of the others.
+
+    Returns:
+        What ``clipped`` did; None for the other rules.
 
     Raises:
         PoisonedVectorError: an element of a vector is NaN or infinite; ``out`` is unchanged.
@@ -69,16 +146,18 @@ def combine(
         _check(vector, out.size, f"vector {number} of {len(vectors)}")
     check_vector(out, out.size, "the output")
     if mixing == "clipped":
-        if reference is None or not clip_distance > 0:
-            raise ValueError("clipping needs a reference and a clip_distance above zero")
-        _check(reference, out.size, "the reference")
-        _clipped(vectors, shares, reference, clip_distance, out)
-    elif mixing == "trimmed":
+        if not clip_distance > 0:
+            raise ValueError(f"clip_distance must be above zero, not {clip_distance}")
+        clipping = clipping_of(vectors, weights, clip_distance)
+        combine_clipped(vectors, clipping, out)
+        return clipping
+    if mixing == "trimmed":
         if not 0 < trim < 0.5:
             raise ValueError(f"trim must be above 0 and below ½, not {trim}")
         _trimmed([v for v, share in zip(vectors, shares, strict=True) if share > 0], trim, out)
     else:
         _weighted(vectors, shares, out)
+    return None
 
 
 def _normalised(weights: Sequence[float], count: int) -> list[float]:
@@ -108,21 +187,13 @@ def _weighted(vectors: Sequence[Float32Array], factors: Sequence[float], out: Fl
         np.copyto(out[span], total[:size], casting="same_kind")
 
 
-def _clipped(
-    vectors: Sequence[Float32Array],
-    shares: Sequence[float],
-    reference: Float32Array,
-    clip_distance: float,
-    out: Float32Array,
-) -> None:
-    """Σ w_i (v_i − r) s_i + r, as one weighted sum: the reference gets 1 − Σ w_i s_i."""
-    distances = [distance(vector, reference) for vector in vectors]
-    most = clip_distance * (norm(reference) or statistics.median(distances))
-    factors = [
-        share * (most / far if far > most else 1.0) for share, far in zip(shares, distances, strict=True)
-    ]
-    rest = max(0.0, 1.0 - math.fsum(factors))
-    _weighted([*vectors, reference], [*factors, rest], out)
+def combine_clipped(vectors: Sequence[Float32Array], clipping: Clipping, out: Float32Array) -> None:
+    """Write Σ w_i (v_i − r) s_i + r, as one weighted sum in which the reference gets what is left of 1."""
+    shares = _normalised(clipping.weights, len(vectors))
+    factors = [share * factor for share, factor in zip(shares, clipping.factors, strict=True)]
+    if clipping.reference is not None:
+        factors[clipping.reference] += max(0.0, 1.0 - math.fsum(factors))
+    _weighted(vectors, factors, out)
 
 
 def _trimmed(vectors: Sequence[Float32Array], trim: float, out: Float32Array) -> None:

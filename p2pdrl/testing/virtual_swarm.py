@@ -45,6 +45,7 @@ class FakeSwarm:
         self.heals: list[str] = []
         self.strikes: list[str] = []
         self.held: set[str] = set()
+        self.trusts: dict[str, float] = {}
         self.seen: list[tuple[str, float]] = []
         self.rounds: list[RoundReport] = []
         self.told: list[tuple[str, str]] = []
@@ -93,6 +94,10 @@ class FakeSwarm:
         """Note it."""
         self.strikes.append(peer)
 
+    def trust(self, peer: str) -> float:
+        """What the test says; else 1."""
+        return self.trusts.get(peer, 1.0)
+
     def quarantined(self, peer: str) -> bool:
         """Whether the test holds that peer in quarantine."""
         return peer in self.held
@@ -123,6 +128,7 @@ class SimNode:
         learner: makes the learner, which works by that mode.
         epoch: mode epoch.
         trusted: whether torch.distributed may be used.
+        bounded: whether ``mixing = "auto"`` bounds what a peer can do.
     """
 
     def __init__(
@@ -134,12 +140,13 @@ class SimNode:
         *,
         epoch: int = 1,
         trusted: bool = False,
+        bounded: bool = False,
     ) -> None:
         self.id = f"{number:032x}"
         self.address = Address("10.0.0.1", 7000 + number)
         self.config = config
         self.epoch = epoch
-        self.trusted, self.direct = trusted, True
+        self.trusted, self.bounded, self.direct = trusted, bounded, True
         self.transport = network.join(self.id, self.address)
         self.swarm = FakeSwarm(self.id, epoch)
         self.learner = learner(config.learner_mode)
@@ -162,6 +169,7 @@ class SimNode:
             size=self.learner.x.size,
             max_abs=1e6,
             trusted_network=self.trusted,
+            bounded=self.bounded,
             direct=self.direct,
             stages=self.stages,
             pipes=self.pipes,
@@ -262,6 +270,8 @@ class SimSwarm:
         self.network = network
         self.detect_s = detect_s
         self.nodes: list[SimNode] = []
+        self.bounded = False
+        """Of nodes that are added from now on."""
 
     def add(
         self,
@@ -291,7 +301,9 @@ class SimSwarm:
         trusted: bool = False,
     ) -> SimNode:
         """The same with a learner that is made here."""
-        node = SimNode(self.network, len(self.nodes), config, learner, epoch=epoch, trusted=trusted)
+        node = SimNode(
+            self.network, len(self.nodes), config, learner, epoch=epoch, trusted=trusted, bounded=self.bounded
+        )
         node.swarm.take = lambda donor: self._copy(donor, node)
         self.nodes.append(node)
         return node

@@ -498,7 +498,9 @@ class VirtualTraining:
             await node.start()
         planned = None if plan is None else asyncio.create_task(plan(self))
         try:
-            return await self._watch(goal, in_a_row)
+            solved = await self._watch(goal, in_a_row)
+            await self.ended()
+            return solved
         finally:
             if planned is not None:
                 planned.cancel()
@@ -579,11 +581,21 @@ class VirtualTraining:
             if self.env_steps >= limit:
                 return False
 
+    def judged_nodes(self) -> list[SimNode]:
+        """Whose policies count: those of the living, in turn."""
+        return self._swarm.living
+
     def _evaluate(self) -> float:
-        living = self._swarm.living
-        node = living[len(self.judged) % len(living)]
-        trainer = node.learner.trainer
-        return evaluated(self.task, self._judge, node.learner.now(), trainer, len(self.judged) + 1)
+        nodes = self.judged_nodes()
+        return self.judge(nodes[len(self.judged) % len(nodes)], len(self.judged) + 1)
+
+    def judge(self, node: SimNode, number: int) -> float:
+        """Mean return of what a node holds now, of the evaluation of that number."""
+        return evaluated(self.task, self._judge, node.learner.now(), node.learner.trainer, number)
+
+    async def ended(self) -> None:
+        """The training has ended; the nodes are still there."""
+        return
 
     def _divide(self) -> None:
         """Let the living learners know their part of each update."""

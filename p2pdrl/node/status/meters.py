@@ -149,7 +149,10 @@ class Meters:
         if training is not None:
             registry.set_learner(training.supervisor.metrics)
             registry.learner_restarts_total.advance_to(training.supervisor.restarts)
-            registry.strikes_total.advance_to(training.swarm.quarantine.total)
+            swarm = training.swarm
+            registry.strikes_total.advance_to(swarm.quarantine.total)
+            registry.quarantined_peers.set(len(swarm.quarantine.held(context.clock.monotonic())))
+            registry.distrusted_peers.set(len(swarm.drift.weights))
             if training.actors is not None:
                 registry.set_actors(training.actors.figures())
             if training.receiver is not None:

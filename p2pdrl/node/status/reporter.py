@@ -535,6 +535,8 @@ class StatusReporter:
         training = self._context.training
         behind = training.policy_version - report.policy_version if report and training else None
         row["staleness"] = None if behind is None else max(behind, 0)
+        row["quarantined"] = training is not None and training.swarm.quarantine.holds(member.id, now_s)
+        row["pull_weight"] = 1.0 if training is None else training.swarm.trust(member.id)
         return row
 
     def _reach(self, member: MemberView) -> dict[str, object]:

@@ -43,6 +43,7 @@ from p2pdrl.strategies.allreduce.averager import (
     ReduceRequest,
     RoundContribution,
 )
+from p2pdrl.strategies.clipping_radius import BeyondCounts, tell_far
 from p2pdrl.strategies.offload import heavy
 from p2pdrl.strategies.protocol import StrategyContext
 from p2pdrl.strategies.task_runner import together
@@ -50,7 +51,7 @@ from p2pdrl.tensors import wire
 from p2pdrl.tensors.compression import Codec, make_codec
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.mix import check_finite
-from p2pdrl.tensors.robust import combine
+from p2pdrl.tensors.robust import Clipping, clipping_of, combine, combine_clipped
 from p2pdrl.tensors.wire import DOT_CHUNK, WireDtype, spans
 from p2pdrl.transport import codec
 from p2pdrl.transport.protocol import Incoming, Refusal, Reply
@@ -95,7 +96,7 @@ def reduce_piece(
     *,
     out: Float32Array,
     encoded: memoryview,
-    reference: Float32Array | None = None,
+    shorten: Callable[[Clipping], Clipping] | None = None,
     spread: bool = False,
 ) -> ReductionStats:
     """Write what ``vectors`` come to into ``out``, rounded as it travels, and as it travels into ``encoded``.
@@ -107,20 +108,18 @@ def reduce_piece(
         weights: theirs, above 0.
         dtype: how the result travels; with ``float32``, ``encoded`` isn't written: it is ``out`` itself.
         encoded: room for the result's bytes.
-        reference: of ``clipped``; without one the first vector serves.
+        shorten: what is done to ``clipped``'s factors.
         spread: whether to measure how far the vectors are from their mean.
     """
-    mean = rule.mixing == "mean" or len(vectors) < 2
-    if not mean:
-        combine(
-            vectors,
-            weights,
-            mixing=rule.mixing,
-            clip_distance=rule.clip_distance,
-            trim=rule.trim,
-            reference=vectors[0] if reference is None else reference,
-            out=out,
-        )
+    mean = rule.mixing in ("auto", "mean") or len(vectors) < 2
+    if rule.mixing == "clipped" and not mean:
+        clipping = clipping_of(vectors, weights, rule.clip_distance)
+        clipping = clipping if shorten is None else shorten(clipping)
+        mean, weights = clipping.whole, clipping.weights
+        if not mean:
+            combine_clipped(vectors, clipping, out)
+    elif not mean:
+        combine(vectors, weights, mixing="trimmed", trim=rule.trim, out=out)
     heaviest, total = max(weights, default=1.0), sum(weights)
     factors = [np.float32(weight / heaviest) for weight in weights]
     share = np.float32(heaviest / total if weights else 0.0)
@@ -327,6 +326,7 @@ class PieceOwner:
         context, config = backend.context, backend.config
         self.piece, self._group = piece, group
         self._swarm, self._max_abs = context.swarm, context.max_abs
+        self._beyond = backend.beyond
         self._config, self._memory = config, backend.memory
         self._formats, self._spread = formats, spread
         self._encoded = tuple(memoryview(bytearray(2 * piece.size)) for _ in range(2))
@@ -449,7 +449,6 @@ class PieceOwner:
         counting = [part for part in contributions if part.weight > 0]
         own = self._memory.writer.own(span)
         vectors = [own if part.sender == me else part.vector for part in counting]
-        ours = any(part.sender == me for part in counting)
         out = self._memory.results[number % 2][span]
         figures = await heavy(
             out.nbytes * len(contributions),
@@ -460,7 +459,7 @@ class PieceOwner:
                 self._formats.dtype(number),
                 out=out,
                 encoded=self._encoded[number % 2],
-                reference=own if ours else None,
+                shorten=lambda clipping: self._beyond.shortened(clipping, [part.sender for part in counting]),
                 spread=self._spread,
             ),
         )
@@ -696,6 +695,7 @@ class OwnBackend(Backend):
     def __init__(self, context: StrategyContext, config: Grouped, memory: AverageMemory) -> None:
         self.context, self.config, self.memory = context, config, memory
         self.timeout = AdaptiveTimeout(config.deadline_s)
+        self.beyond = BeyondCounts(tell_far(context.swarm))
 
     def averager(self, group: Group, view: GroupView, *, first: int, raw: bool, spread: bool) -> Averager:
         """Return one for ``view``; see `Backend`."""

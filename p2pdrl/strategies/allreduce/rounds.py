@@ -69,6 +69,7 @@ class GroupRounds(Strategy):
     mode: Mode = "allreduce"
 
     def __init__(self, config: Grouped, context: StrategyContext, work: RoundQuantity) -> None:
+        config = msgspec.structs.replace(config, mixing=config.rule(bounded=context.bounded))
         self._config, self._context, self._work = config, context, work
         self._me, self._swarm, self._clock = context.swarm.node_id, context.swarm, context.clock
         self._group = Group(context.swarm, context.transport, context.clock, context.epoch, self._note)

@@ -34,6 +34,7 @@ from p2pdrl.group.compatibility import Natural, Short, Summary, Verdict
 from p2pdrl.ids import new_exchange_id
 from p2pdrl.strategies.admission import BUSY
 from p2pdrl.strategies.call_timeouts import failed
+from p2pdrl.strategies.clipping_radius import ClippingRadius
 from p2pdrl.strategies.feedback import FeedbackEncoder
 from p2pdrl.strategies.gossip.asynchronous import AsynchronousStrategy, ExchangeTimer
 from p2pdrl.strategies.gossip.pair_average import (
@@ -205,7 +206,7 @@ class PairQuantity(ABC):
         """Where the peer's ``nbytes`` go; None when that length can't be right."""
 
     @abstractmethod
-    def mix(self, weight: float) -> Float32Array:
+    def mix(self, weight: float, peer: str) -> Float32Array:
         """Return what our side adds, ``weight`` · (theirs − ours); valid until the next `load`.
 
         Raises:
@@ -250,21 +251,26 @@ class ParameterQuantity(PairQuantity):
         """Read our vector off the board."""
         message = None if self.wire == "float32" else self._outgoing
         self._sets = read_now(self._board, self._mine_D, self._bounds.max_abs, self.wire, message).sets
+        if self._bounds.radius is not None:
+            self._bounds.radius.read(self._mine_D, self._sets)
 
     def room(self, nbytes: int) -> memoryview | None:
         """The peer's vector is as long as ours."""
         return self._incoming if nbytes == len(self._incoming) else None
 
-    def mix(self, weight: float) -> Float32Array:
+    def mix(self, weight: float, peer: str) -> Float32Array:
         """Return what the learner's vector is to move by."""
         self.step = wire_step(
-            self._mine_D, self._incoming, self.wire, weight, self._bounds, out_D=self._theirs_D
+            self._mine_D, self._incoming, self.wire, weight, self._bounds, peer=peer, out_D=self._theirs_D
         )
         return self._theirs_D
 
     def commit(self, policy_version: int) -> bool:
         """Post it to the learner; False when the learner's vector was replaced since `load`."""
-        return self._board.post_delta(self._theirs_D, policy_version, sets=self._sets)
+        posted = self._board.post_delta(self._theirs_D, policy_version, sets=self._sets)
+        if posted and self._bounds.radius is not None:
+            self._bounds.radius.added(self._theirs_D)
+        return posted
 
 
 class GradientQuantity(PairQuantity):
@@ -350,10 +356,10 @@ class GradientQuantity(PairQuantity):
         self._in = nbytes
         return self._incoming[:nbytes]
 
-    def mix(self, weight: float) -> Float32Array:
+    def mix(self, weight: float, peer: str) -> Float32Array:
         """Return what the learner's next step is to be corrected by."""
         self._encoder.decode(self._incoming[: self._in], self._theirs_D)
-        self.step = pair_step(self._encoder.sent_D, self._theirs_D, weight, self._bounds)
+        self.step = pair_step(self._encoder.sent_D, self._theirs_D, weight, self._bounds, peer)
         return self._theirs_D
 
     def commit(self, policy_version: int) -> bool:
@@ -413,12 +419,15 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
         if core is None:
             core = AdpsgdCore(config, context.swarm.node_id, context.rng)
         super().__init__(config, context, core, encoded_nbytes(context.size, wire))
-        clip = config.clip_distance if config.mixing == "clipped" else None
-        bounds = Bounds(context.max_abs, config.max_distance, clip)
+        clipped = config.rule(bounded=context.bounded) == "clipped"
+        radius = ClippingRadius(config.clip_distance, context.clock) if clipped else None
+        bounds = Bounds(context.max_abs, config.max_distance, radius)
         self._config = config
         self._parameters = ParameterQuantity(self._board, context.size, wire, bounds)
         self._gradients: GradientQuantity | None = None
         if config.exchanges == "gradients":
+            radius = ClippingRadius(config.clip_distance, context.clock, gradients=True) if clipped else None
+            bounds = bounds._replace(radius=radius)
             self._gradients = GradientQuantity(config, context.learner, context.size, bounds)
         self._fresh_steps = 0
         self._lock = asyncio.Lock()
@@ -486,7 +495,7 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
             if heard != "ok" or theirs.content != side.content or not answer.vector_nbytes:
                 outcome = "failed" if heard == "ok" else heard
                 return replace(report, outcome=outcome, error=f"it answered {theirs.verdict} without numbers")
-            await self._mix(side, head, theirs)
+            await self._mix(side, peer, head, theirs)
             version = max(mine.policy_version, theirs.summary.policy_version)
             if not await self._arithmetic.run(lambda: side.commit(version)):
                 return replace(report, outcome="unsure", error="our vector was replaced meanwhile")
@@ -540,7 +549,7 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
                 await incoming.read_vector_into(room)
                 if not await self._load(side):
                     raise Refusal(503, "our own numbers are unusable")
-                await self._mix(side, exchange.ours, exchange.theirs)
+                await self._mix(side, incoming.sender, exchange.ours, exchange.theirs)
 
             def ended(sent: bool) -> None:
                 self._runner.briefly(self._commit(exchange, sent=sent and not self._arithmetic.closed))
@@ -582,12 +591,15 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
             self._fresh_steps += self._swarm.steps_since()
         return ExchangeHead(exchange_id, side.wire, mine, verdict.value, side.content, self._fresh_steps)
 
-    async def _mix(self, side: PairQuantity, mine: ExchangeHead, theirs: ExchangeHead) -> None:
+    async def _mix(self, side: PairQuantity, peer: str, mine: ExchangeHead, theirs: ExchangeHead) -> None:
         """Compute how far our side moves; the other computes its own from the same two heads."""
         weight = self._config.weight
         if self._config.merge_weights == "fresh":
             weight = fresh_weight(weight, mine.freshness, theirs.freshness)
-        await self._arithmetic.run(lambda: side.mix(weight))
+        weight *= self._swarm.trust(peer)
+        await self._arithmetic.run(lambda: side.mix(weight, peer))
+        if side.step.strike:
+            self._swarm.strike(peer, side.step.strike)
 
     async def _load(self, side: PairQuantity) -> bool:
         """Take what is ours; False when it can't be given to anybody. Parameters that can't are healed."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,10 +33,12 @@ from p2pdrl.group.compatibility import Verdict
 from p2pdrl.ids import new_exchange_id
 from p2pdrl.strategies.admission import BUSY
 from p2pdrl.strategies.call_timeouts import failed
+from p2pdrl.strategies.clipping_radius import ClippingRadius
 from p2pdrl.strategies.feedback import FeedbackEncoder
 from p2pdrl.strategies.gossip.asynchronous import AsynchronousStrategy
 from p2pdrl.strategies.gossip.pair_average import WireName
 from p2pdrl.strategies.gossip.push import BufferPool, PushAnswer, PushCore, PushHead
+from p2pdrl.strategies.neighbours.mixing import round_delta
 from p2pdrl.strategies.protocol import Merged, RoundReport, StrategyContext
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.board import DaemonBoard
@@ -159,7 +161,8 @@ class OwnVector:
 
     def __init__(self, board: DaemonBoard, size: int) -> None:
         self._board = board
-        self._sets = board.sets
+        self.sets = board.sets
+        """Sets on the board when it was last read."""
         self._followed = board.sets
         self.vector: Float32Array = np.zeros(size, np.float32)
         self.policy_version = 0
@@ -171,11 +174,11 @@ class OwnVector:
             TensorError: there is none, or it can't be read now.
         """
         snapshot = self._board.now(self.vector)
-        self._sets, self.policy_version = snapshot.sets, snapshot.policy_version
+        self.sets, self.policy_version = snapshot.sets, snapshot.policy_version
 
     def add(self, delta: Float32Array, policy_version: int) -> bool:
         """Move the learner's vector by ``delta``; False when it was replaced since `read`."""
-        return self._board.post_delta(delta, policy_version, sets=self._sets)
+        return self._board.post_delta(delta, policy_version, sets=self.sets)
 
     def replaced(self) -> bool:
         """Whether it was replaced by another since the last time this was asked."""
@@ -204,19 +207,32 @@ class GalaQuantity:
         self.inbox = GalaInbox(context.size)
         self.arrivals = BufferPool(self.encoder.max_nbytes, ARRIVING)
         self._config = config
-        self._me = context.swarm.node_id
+        self._swarm, self._me = context.swarm, context.swarm.node_id
+        self._rule = config.rule(bounded=context.bounded)
+        self._radius: ClippingRadius | None = None
+        if self._rule == "clipped":
+            self._radius = ClippingRadius(
+                config.clip_distance, context.clock, gradients=content == "gradients"
+            )
         self._max_abs = context.max_abs
         self._delta_D: Float32Array = np.zeros(context.size, np.float32)
         self._own_norm: float | None = None
+        self.strikes: list[tuple[str, str]] = []
+        """Peers to strike, and why; whoever merged takes them."""
 
-    def check(self, mine_D: Float32Array) -> None:
+    def check(self, mine_D: Float32Array, sets: int = 0) -> None:
         """Check our own vector, whose norm is the measure of others'.
+
+        Args:
+            sets: differs from the last time where it was replaced meanwhile.
 
         Raises:
             PoisonedVectorError: it holds NaN, infinity or a huge entry.
         """
         mix.check_finite(mine_D, self._max_abs)
         self._own_norm = mix.norm(mine_D)
+        if self._radius is not None:
+            self._radius.read(mine_D, sets)
 
     def keep(self, received: ReceivedVector, message: memoryview) -> None:
         """Decode what came.
@@ -245,34 +261,60 @@ class GalaQuantity:
         others, late = self.inbox.take(policy_version, self._config.max_lag)
         if not others:
             return RoundReport("stale", missing=late, error="all that came is too old")
-        combine(
-            [mine_D, *(received.vector for received in others)],
-            [1.0] * (1 + len(others)),
-            mixing=self._config.mixing,
-            clip_distance=self._config.clip_distance,
-            trim=self._config.trim,
-            reference=mine_D,
-            out=self._delta_D,
-        )
-        np.subtract(self._delta_D, mine_D, out=self._delta_D)
+        distances = [mix.distance(mine_D, received.vector) for received in others]
+        weights = [1.0 / (1 + len(others)) * self._swarm.trust(received.peer) for received in others]
+        if self._radius is not None:
+            weights = self._clipped(self._radius, mine_D, others, weights)
+            pairs = zip((received.vector for received in others), weights, strict=True)
+            round_delta(mine_D, list(pairs), out=self._delta_D)
+        else:
+            combine(
+                [mine_D, *(received.vector for received in others)],
+                [1.0 - math.fsum(weights), *weights],
+                mixing=self._rule,
+                trim=self._config.trim,
+                out=self._delta_D,
+            )
+            np.subtract(self._delta_D, mine_D, out=self._delta_D)
         changed = mix.norm(self._delta_D)
-        squares = [mix.distance(mine_D, received.vector) ** 2 for received in others]
-        distance = math.sqrt(sum(squares) / len(squares))
+        distance = math.sqrt(sum(one**2 for one in distances) / len(distances))
         if not write(self._delta_D, max(policy_version, *(received.policy_version for received in others))):
             return RoundReport("failed", missing=late, error="our vector was replaced meanwhile")
-        good, weight = changed > 0 or distance == 0, 1.0 / (1 + len(others))
+        if self._radius is not None:
+            self._radius.added(self._delta_D)
+        good = changed > 0 or distance == 0
         parts = [
-            Merged(received.peer, weight, policy_version - received.policy_version) for received in others
+            Merged(received.peer, weight, policy_version - received.policy_version)
+            for received, weight in zip(others, weights, strict=True)
         ]
         return RoundReport(
             "ok" if good else "unchanged",
-            merged=(Merged(self._me, weight), *parts),
+            merged=(Merged(self._me, 1.0 - math.fsum(weights)), *parts),
+            pulls=(0.0, *(weight * apart for weight, apart in zip(weights, distances, strict=True))),
             missing=late,
             bytes_in=sum(received.nbytes for received in others),
             changed=changed,
             distance=distance,
             error="" if good else "they differ, but the step rounds or clips to nothing",
         )
+
+    def _clipped(
+        self,
+        radius: ClippingRadius,
+        mine_D: Float32Array,
+        others: Sequence[ReceivedVector],
+        weights: Sequence[float],
+    ) -> list[float]:
+        """Weights after clipping; who is far off again and again is struck once this has ended."""
+        counted = []
+        for received, weight in zip(others, weights, strict=True):
+            apart = mix.distance(mine_D, received.vector)
+            figures = mix.PairFigures(self._own_norm or 0.0, 0.0, apart)
+            clip = radius.clip(received.peer, mine_D, received.vector, figures)
+            counted.append(weight * clip.factor)
+            if clip.strike:
+                self.strikes.append((received.peer, clip.strike))
+        return counted
 
 
 # --- nodes without in-peers -------------------------------------------------------------------------
@@ -405,6 +447,7 @@ class GalaStrategy(AsynchronousStrategy[PushCore]):
                     report = await self._arithmetic.run(
                         lambda: side.merge(own.vector, own.policy_version, own.add)
                     )
+            self._strike(side)
             self._averaged(report, began_s)
             if report.distance is not None:
                 self._outcomes.met(report.distance)
@@ -441,8 +484,15 @@ class GalaStrategy(AsynchronousStrategy[PushCore]):
         if not side.inbox.any_fresh:
             return "none"
         report = await self._arithmetic.run(lambda: side.merge(gradient_D, policy_version, correct))
+        self._strike(side)
         self._averaged(report, began_s)
         return report.outcome
+
+    def _strike(self, side: GalaQuantity) -> None:
+        """Strike whom the last average found too far off."""
+        strikes, side.strikes = side.strikes, []
+        for peer, why in strikes:
+            self._swarm.strike(peer, why)
 
     def _averaged(self, report: RoundReport, began_s: float) -> None:
         self._outcomes.ended(replace(report, seconds=self._clock.monotonic() - began_s), ours=False)
@@ -615,7 +665,7 @@ class GalaStrategy(AsynchronousStrategy[PushCore]):
 
         def work() -> None:
             self._own.read()
-            self._parameters.check(self._own.vector)
+            self._parameters.check(self._own.vector, self._own.sets)
 
         if not await self._usable(work):
             return False

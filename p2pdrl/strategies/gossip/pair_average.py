@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from p2pdrl.errors import PoisonedVectorError
+from p2pdrl.strategies.clipping_radius import ClippingRadius
 from p2pdrl.strategies.protocol import Merged, RoundReport
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.layout import Float32Array
@@ -28,13 +29,12 @@ class Bounds(NamedTuple):
     Args:
         max_abs: largest entry accepted.
         max_distance: largest ratio of the peer's norm to ours accepted.
-        clip_distance: longest difference let through, as a multiple of the shorter of the two vectors;
-            None lets all through.
+        radius: shortens what is far from ours; None lets all through.
     """
 
     max_abs: float
     max_distance: float
-    clip_distance: float | None = None
+    radius: ClippingRadius | None = None
 
 
 class PairUpdate(NamedTuple):
@@ -44,16 +44,20 @@ class PairUpdate(NamedTuple):
         weight: how far it moves towards the other, after clipping.
         changed: ‖what it adds‖.
         distance: ‖theirs − mine‖.
+        strike: why the peer is struck; empty where it isn't.
     """
 
     weight: float
     changed: float
     distance: float
+    strike: str = ""
 
 
-def pair_step(mine_D: Float32Array, theirs_D: Float32Array, weight: float, bounds: Bounds) -> PairUpdate:
+def pair_step(
+    mine_D: Float32Array, theirs_D: Float32Array, weight: float, bounds: Bounds, peer: str
+) -> PairUpdate:
     """`wire_step` of a vector that is decoded already; it is overwritten by what our side adds."""
-    return wire_step(mine_D, theirs_D.data.cast("B"), "float32", weight, bounds, out_D=theirs_D)
+    return wire_step(mine_D, theirs_D.data.cast("B"), "float32", weight, bounds, peer=peer, out_D=theirs_D)
 
 
 def wire_step(
@@ -63,12 +67,13 @@ def wire_step(
     weight: float,
     bounds: Bounds,
     *,
+    peer: str,
     out_D: Float32Array,
 ) -> PairUpdate:
     """Check the peer's vector and write what our side adds, weight · (theirs − mine).
 
-    Clipping (centered, Karimireddy 2021, arXiv 2012.10333) shortens the difference of the two. Its bound
-    comes from the shorter vector, which both sides know, so both shorten alike and the pair's sum is kept.
+    Where there is a radius, each side shortens the difference by its own: whatever a peer claims of its, it
+    moves us no farther than ours. The pair's sum is kept where neither shortens.
 
     Args:
         mine_D: our vector as the peer sees it.
@@ -84,13 +89,14 @@ def wire_step(
     bound = bounds.max_distance * (1.0 + figures.mine)
     if figures.theirs > bound:
         raise PoisonedVectorError(f"norm {figures.theirs:.3g} is beyond the bound {bound:.3g}")
-    if bounds.clip_distance is not None:
-        longest = bounds.clip_distance * min(figures.mine, figures.theirs)
-        if figures.distance > longest:
-            factor = longest / figures.distance
-            np.multiply(out_D, np.float32(factor), out=out_D)
-            weight *= factor
-    return PairUpdate(weight, weight * figures.distance, figures.distance)
+    strike = ""
+    if bounds.radius is not None:
+        clip = bounds.radius.clip(peer, out_D, None, figures)
+        strike = clip.strike
+        if clip.factor < 1.0:
+            np.multiply(out_D, np.float32(clip.factor), out=out_D)
+            weight *= clip.factor
+    return PairUpdate(weight, weight * figures.distance, figures.distance, strike)
 
 
 def pair_report(report: RoundReport, me: str, peer: str, step: PairUpdate, staleness: int) -> RoundReport:
@@ -107,6 +113,7 @@ def pair_report(report: RoundReport, me: str, peer: str, step: PairUpdate, stale
         report,
         outcome=outcome,
         merged=(Merged(me, 1.0 - step.weight), Merged(peer, step.weight, staleness)),
+        pulls=(0.0, step.changed),
         missing=(),
         changed=step.changed,
         distance=step.distance,

@@ -37,6 +37,7 @@ from p2pdrl.errors import (
 from p2pdrl.group.compatibility import Summary, Verdict
 from p2pdrl.ids import new_exchange_id
 from p2pdrl.strategies.call_timeouts import failed
+from p2pdrl.strategies.clipping_radius import ClippingRadius
 from p2pdrl.strategies.gossip.asynchronous import AsynchronousStrategy
 from p2pdrl.strategies.gossip.pair_average import Bounds, PairUpdate, pair_report, pair_step
 from p2pdrl.strategies.gossip.push import BufferPool, PushAnswer, PushCore, PushHead
@@ -71,6 +72,10 @@ FLOOR = 2.0**-20
 
 CEILING = 2.0**40
 """No honest swarm has this much weight in one place."""
+
+MOST_MASS = 4.0
+"""Weight for each living node: with clipping, no push carries more. All honest weights together are one for
+each node that ever began; those of nodes that died may still be about."""
 
 SENDERS = 1024
 NUMBERS = 1024
@@ -225,6 +230,8 @@ class PushVectors:
         """
         snapshot = read_now(self._board, self._mine_D, self._bounds.max_abs)
         self.sets, self._version = snapshot.sets, snapshot.policy_version
+        if self._bounds.radius is not None:
+            self._bounds.radius.read(self._mine_D, self.sets)
 
     def pack(self, out: memoryview, ratio: float) -> None:
         """Write what was read for the wire.
@@ -245,9 +252,9 @@ class PushVectors:
         decode(out, self._wire, self._theirs_D)
         mix.check_finite(self._theirs_D, self._bounds.max_abs)
         mix.pair_delta(self._theirs_D, self._mine_D, min(ratio, 1.0), out=self._theirs_D)
-        self._board.post_delta(self._theirs_D, self._version, sets=self.sets)
+        self._post(self._version)
 
-    def merge(self, message: memoryview, factor: float, policy_version: int) -> PairUpdate | None:
+    def merge(self, message: memoryview, factor: float, policy_version: int, peer: str) -> PairUpdate | None:
         """Move our vector, as it was read, by ``factor`` towards the one that came.
 
         Returns:
@@ -258,15 +265,20 @@ class PushVectors:
             WireError: it is malformed.
         """
         decode(message, self._wire, self._theirs_D)
-        step = pair_step(self._mine_D, self._theirs_D, factor, self._bounds)
-        posted = self._board.post_delta(self._theirs_D, policy_version, sets=self.sets)
-        return step if posted else None
+        step = pair_step(self._mine_D, self._theirs_D, factor, self._bounds, peer)
+        return step if self._post(policy_version) else None
 
     def regain(self, message: memoryview, factor: float) -> None:
         """Move our vector, as it was read, by ``factor`` towards what we sent in vain."""
         decode(message, self._wire, self._theirs_D)
         mix.pair_delta(self._mine_D, self._theirs_D, factor, out=self._theirs_D)
-        self._board.post_delta(self._theirs_D, self._version, sets=self.sets)
+        self._post(self._version)
+
+    def _post(self, policy_version: int) -> bool:
+        posted = self._board.post_delta(self._theirs_D, policy_version, sets=self.sets)
+        if posted and self._bounds.radius is not None:
+            self._bounds.radius.added(self._theirs_D)
+        return posted
 
 
 # --- pushes that aren't acknowledged yet -------------------------------------------------------------
@@ -373,8 +385,9 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
 
     def __init__(self, config: SgpConfig, context: StrategyContext) -> None:
         self._wire: WireDtype = "float32" if config.compression == "none" else "bf16"
-        clip = config.clip_distance if config.mixing == "clipped" else None
-        bounds = Bounds(context.max_abs, config.max_distance, clip)
+        self._clipped = config.rule(bounded=context.bounded) == "clipped"
+        radius = ClippingRadius(config.clip_distance, context.clock) if self._clipped else None
+        bounds = Bounds(context.max_abs, config.max_distance, radius)
         self._vectors = PushVectors(context.learner.board, context.size, self._wire, bounds)
         core = PushCore(config, context.swarm.node_id, context.rng)
         super().__init__(config, context, core, self._vectors.nbytes)
@@ -529,6 +542,9 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
         same = head.wire == self._wire and head.content == "parameters"
         if not same or incoming.vector_nbytes != self._vectors.nbytes or not self._sum.acceptable(head.mass):
             raise Refusal(422, "the push has another format, length or weight than can be")
+        if self._clipped and head.mass > MOST_MASS * (len(self._swarm.alive()) + 1):
+            self._swarm.strike(incoming.sender, f"a push of weight {head.mass:.3g}, more than all nodes have")
+            raise Refusal(422, "the push carries more weight than the whole swarm has")
         began_s = self._clock.monotonic()
         message = await self._arriving.read(incoming, self._config.deadline_s)
         # From here on it is taken or refused for good, whether or not the caller still waits.
@@ -556,9 +572,14 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
                     return Refusal(503, "our own parameters are unusable; taking a donor's")
                 factor = self._sum.factor(head.mass)
                 version = max(mine.policy_version, head.summary.policy_version)
-                step = await self._arithmetic.run(lambda: self._vectors.merge(message, factor, version))
+                factor *= self._swarm.trust(arrival.sender)
+                step = await self._arithmetic.run(
+                    lambda: self._vectors.merge(message, factor, version, arrival.sender)
+                )
                 if step is None:
                     return Refusal(503, "our vector was replaced meanwhile")
+                if step.strike:
+                    self._swarm.strike(arrival.sender, step.strike)
                 self._sum.take(arrival, head.mass)
         except PoisonedVectorError as error:
             self._swarm.strike(arrival.sender, str(error))

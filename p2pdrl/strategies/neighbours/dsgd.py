@@ -14,8 +14,8 @@ With ``exchanges = "gradients"`` it sends each gradient and steps with g_i + Σ_
 ``parameters_every`` rounds the parameters that the gradient was computed on are mixed as well, before it
 steps: that is D-PSGD's own update, x ← W x − γ g(x).
 
-**Which mixing keeps the mean**: ``mean`` and ``clipped`` (both ends shorten an edge alike). ``trimmed``
-leaves out other values at each node, so the mean moves by as much as what was left out.
+**Which mixing keeps the mean**: ``mean``, and ``clipped`` where nobody is far. Who is far is shortened by
+each end's own radius; ``trimmed`` leaves out other values at each node. The mean moves by as much as that.
 """
 
 from __future__ import annotations
@@ -109,8 +109,7 @@ class PeerState:
         self.me, self.swarm, self.clock = context.swarm.node_id, context.swarm, context.clock
         self.unsure, self._distance, self._arithmetic = unsure, distance, arithmetic
         self.admission = ExchangeAdmission(context.swarm, context.epoch, config.max_staleness)
-        clip = config.clip_distance if config.mixing == "clipped" else None
-        self._bounds = Bounds(context.max_abs, config.max_distance, clip)
+        self._bounds = Bounds(context.max_abs, config.max_distance)
         self._max_nbytes = max_nbytes
         self.sent = SentMessages(max_nbytes)
         self.hood: Neighbourhood | None = None
@@ -120,6 +119,7 @@ class PeerState:
         self.stopping = False
         self.missed_s: dict[str, float] = {}
         self._began_s: dict[Position, float] = {}
+        self._told_far: set[str] = set()
         self._changed = asyncio.Event()
 
     @property
@@ -134,6 +134,7 @@ class PeerState:
         self.hood = hood
         self.at, self.seen = Position(hood.first - 1, 1), hood.first
         self._began_s.clear()
+        self._told_far &= set(hood.weights)
         living = self.swarm.alive()
         self.missed_s = {peer: missed_s for peer, missed_s in self.missed_s.items() if peer in living}
         self.notify()
@@ -186,14 +187,22 @@ class PeerState:
         room, part = buffer.room(nbytes), round_.part
         if room is None or self.round is not round_:
             raise Refusal(408, f"round {round_.number} has ended")
-        mine, length, weight = part.mine, part.my_length, round_.hood.weights[peer]
+        mine, length = part.mine, part.my_length
+        weight = round_.hood.weights[peer] * self.swarm.trust(peer)
+        bounds = self._bounds._replace(radius=part.radius)
 
         def work() -> Met:
             part.read(room, buffer.theirs)
-            edge = measure(mine, length, buffer.theirs, weight, self._bounds)
+            edge = measure(mine, length, buffer.theirs, weight, bounds, peer=peer)
             return Met(edge, theirs.policy_version, buffer.theirs)
 
-        return await self._arithmetic.run(work)
+        met = await self._arithmetic.run(work)
+        if met.edge.strike and peer not in self._told_far:
+            # No quarantine: the group would be formed anew without it, and again with it.
+            self._told_far.add(peer)
+            name = self.swarm.name_of(peer)
+            self.swarm.tell("far", f"{name} counts for less and less: {met.edge.strike}", warning=True)
+        return met
 
     async def change(self) -> None:
         """Wait until something in here changes.

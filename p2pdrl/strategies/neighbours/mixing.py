@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from p2pdrl.config.strategy import Content, DsgdConfig
 from p2pdrl.errors import PoisonedVectorError
+from p2pdrl.strategies.clipping_radius import ClippingRadius
 from p2pdrl.strategies.feedback import FeedbackEncoder
 from p2pdrl.strategies.gossip.pair_average import Bounds, WireName
 from p2pdrl.strategies.own_vector import read_now
@@ -44,10 +45,12 @@ class Edge(NamedTuple):
     Args:
         weight: W_ij, after clipping.
         distance: ‖x_j − x_i‖.
+        strike: why the neighbour is struck; empty where it isn't.
     """
 
     weight: float
     distance: float
+    strike: str = ""
 
 
 def round_delta(
@@ -76,12 +79,12 @@ def round_delta(
 
 
 def measure(
-    mine: Float32Array, my_length: float, theirs: Float32Array, weight: float, bounds: Bounds
+    mine: Float32Array, my_length: float, theirs: Float32Array, weight: float, bounds: Bounds, *, peer: str
 ) -> Edge:
     """Check a neighbour's vector, and say how its edge counts.
 
-    Clipping (centered, Karimireddy 2021, arXiv 2012.10333) shortens the difference to a multiple of the
-    shorter of the two vectors, which both ends know: both shorten alike, and the pair's sum is kept.
+    Where there is a radius each end shortens the difference by its own (`clipping_radius`); the pair's sum is
+    kept where neither does.
 
     Args:
         mine: our vector as the neighbour sees it.
@@ -97,10 +100,10 @@ def measure(
     if their_length > longest:
         raise PoisonedVectorError(f"norm {their_length:.3g} is beyond the bound {longest:.3g}")
     distance = mix.distance(mine, theirs)
-    if bounds.clip_distance is not None:
-        most = bounds.clip_distance * min(my_length, their_length)
-        weight *= most / distance if distance > most else 1.0
-    return Edge(weight, distance)
+    if bounds.radius is None:
+        return Edge(weight, distance)
+    clip = bounds.radius.clip(peer, mine, theirs, mix.PairFigures(my_length, their_length, distance))
+    return Edge(weight * clip.factor, distance, clip.strike)
 
 
 Others = Sequence[tuple[Float32Array, float]]
@@ -113,6 +116,7 @@ class NeighbourContribution(Protocol):
     wire: WireName
     mine: Float32Array
     my_length: float
+    radius: ClippingRadius | None
 
     @property
     def max_nbytes(self) -> int:
@@ -151,12 +155,19 @@ def _delta(config: DsgdConfig, mine: Float32Array, others: Others, out: Float32A
     return mix.norm(out)
 
 
+def _radius(config: DsgdConfig, context: StrategyContext, content: Content) -> ClippingRadius | None:
+    if config.rule(bounded=context.bounded) != "clipped":
+        return None
+    return ClippingRadius(config.clip_distance, context.clock, gradients=content == "gradients")
+
+
 class ParameterContribution:
     """The vector on the board."""
 
     content: Content = "parameters"
 
     def __init__(self, config: DsgdConfig, context: StrategyContext, delta_D: Float32Array) -> None:
+        self.radius = _radius(config, context, self.content)
         self._config, self._board, self._max_abs = config, context.learner.board, context.max_abs
         self._wire: wire.WireDtype = "float32" if config.compression == "none" else "bf16"
         self.wire: WireName = self._wire
@@ -171,6 +182,8 @@ class ParameterContribution:
         """Read the board, rounded as the wire rounds it."""
         self._sets = read_now(self._board, self.mine, self._max_abs, self._wire, self.message).sets
         self.my_length = mix.norm(self.mine)
+        if self.radius is not None:
+            self.radius.read(self.mine, self._sets)
 
     def read(self, message: memoryview, out: Float32Array) -> None:
         """Read a neighbour's vector."""
@@ -180,6 +193,8 @@ class ParameterContribution:
         """Post the difference to the board."""
         changed = _delta(self._config, self.mine, others, self._delta_D)
         posted = self._board.post_delta(self._delta_D, policy_version, sets=self._sets)
+        if posted and self.radius is not None:
+            self.radius.added(self._delta_D)
         return changed if posted else None
 
 
@@ -193,6 +208,7 @@ class GradientContribution:
     content: Content = "gradients"
 
     def __init__(self, config: DsgdConfig, context: StrategyContext, delta_D: Float32Array) -> None:
+        self.radius = _radius(config, context, self.content)
         self._config = config
         self.wire: WireName = "float32" if config.compression == "none" else config.compression
         self._encoder = FeedbackEncoder(

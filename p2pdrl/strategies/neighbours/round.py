@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from p2pdrl.config.strategy import Content, DsgdConfig, Mixing
+from p2pdrl.config.strategy import Content, DsgdConfig, MixingChoice
 from p2pdrl.group.compatibility import Natural, Short, Summary
 from p2pdrl.group.view import GroupView, ViewKey
 from p2pdrl.strategies.gossip.pair_average import WireName
@@ -326,7 +326,7 @@ async def _within(event: asyncio.Event, seconds: float) -> None:
 
 
 def round_report(
-    round_: NeighbourRound, mixing: Mixing, me: str, policy_version: int, changed: float | None
+    round_: NeighbourRound, mixing: MixingChoice, me: str, policy_version: int, changed: float | None
 ) -> RoundReport:
     """Say how a round went.
 
@@ -339,6 +339,7 @@ def round_report(
         weights = dict.fromkeys(weights, 1.0 / (len(met) + 1))
     merged = [Merged(me, 1.0 - math.fsum(weights.values()))] if met else []
     merged += [Merged(peer, weights[peer], policy_version - edge.policy_version) for peer, edge in met]
+    pulls = [0.0, *(weights[peer] * edge.edge.distance for peer, edge in met)] if met else []
     square = sum(edge.edge.distance**2 for _, edge in met)
     outcome, error = "ok", ""
     if not met:
@@ -351,6 +352,7 @@ def round_report(
     return RoundReport(
         outcome,
         merged=tuple(merged),
+        pulls=tuple(pulls),
         missing=tuple(sorted(round_.missing)),
         bytes_out=round_.bytes_out,
         bytes_in=round_.bytes_in,

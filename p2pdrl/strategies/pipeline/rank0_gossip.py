@@ -31,7 +31,7 @@ class _Rank0Swarm:
         self.node_id = swarm.node_id
         self.name_of, self.steps_since = swarm.name_of, swarm.steps_since
         self.adopt, self.adopted, self.heal = swarm.adopt, swarm.adopted, swarm.heal
-        self.strike, self.quarantined = swarm.strike, swarm.quarantined
+        self.strike, self.quarantined, self.trust = swarm.strike, swarm.quarantined, swarm.trust
         self.observed, self.round, self.tell = swarm.observed, swarm.round, swarm.tell
 
     def alive(self) -> dict[str, Address]:

@@ -24,6 +24,7 @@ from p2pdrl.errors import PeerTimeoutError, PoisonedVectorError, TensorError, Tr
 from p2pdrl.group.compatibility import Summary
 from p2pdrl.group.service import ActiveView, Group
 from p2pdrl.group.view import ViewKey
+from p2pdrl.strategies.clipping_radius import BeyondCounts, tell_far
 from p2pdrl.strategies.learner_requests import RequestQueue
 from p2pdrl.strategies.offload import heavy
 from p2pdrl.strategies.own_vector import read_now
@@ -78,6 +79,7 @@ class ServedStrategy(Strategy, ABC):
         self._group = Group(context.swarm, context.transport, context.clock, context.epoch, self._note)
         self._store = ReplicaStore(context.size)
         self._counts: Counter[str] = Counter()
+        self._beyond = BeyondCounts(tell_far(context.swarm))
         """What happened here as a server and as a worker, for status."""
         self._outcomes = OutcomeMetrics(context.swarm)
         self._stopped = asyncio.Event()
@@ -257,6 +259,7 @@ class ServedStrategy(Strategy, ABC):
             self._group.doubt,
             self._learning_rate,
             self._counts,
+            self._beyond,
         )
         session.open(self._open_server(shard, options))
         await asyncio.Event().wait()

@@ -24,6 +24,7 @@ import numpy as np
 from p2pdrl.config.strategy import Mode, ServerAsyncConfig
 from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, TransportError
 from p2pdrl.strategies.call_timeouts import CallDeadline
+from p2pdrl.strategies.clipping_radius import UsualLengths
 from p2pdrl.strategies.offload import heavy
 from p2pdrl.strategies.protocol import LearnerRequest, Merged, RoundReport, StrategyContext
 from p2pdrl.strategies.servers.base import ServedStrategy
@@ -39,6 +40,7 @@ from p2pdrl.strategies.servers.shard_server import (
 )
 from p2pdrl.strategies.task_runner import together
 from p2pdrl.tensors.layout import Float32Array
+from p2pdrl.tensors.mix import norm
 
 __all__ = ["ServerAsyncStrategy", "bucket_of", "weight_of"]
 
@@ -50,6 +52,9 @@ class AsyncShardServer(ShardServer):
         super().__init__(shard, options)
         self._config = config
         self._gradient: Float32Array = np.empty(shard.span.size, np.float32)
+        clipped = config.rule(bounded=options.context.bounded) == "clipped"
+        self._norms = UsualLengths() if clipped else None
+        """Of each worker's gradients; None where they aren't bounded."""
 
     async def close(self, why: str) -> None:
         """Refuse everybody, and wait for a step that is under way."""
@@ -86,6 +91,7 @@ class AsyncShardServer(ShardServer):
 
             def work() -> None:
                 self._reader.decode(sender, data, self._gradient, whole=False)
+                self._bound(sender)
                 if math.isfinite(rate):
                     shard.apply(self._gradient, rate)
 
@@ -98,6 +104,18 @@ class AsyncShardServer(ShardServer):
                 shard.stepping = False
             options.counts["steps"] += 1
             return ServerAnswer(shard.version, merged=((sender, weight),), staleness=staleness)
+
+    def _bound(self, sender: str) -> None:
+        """Shorten what was read to a multiple of the workers' usual norm; more and more who goes on so."""
+        norms = self._norms
+        if norms is None:
+            return
+        length, before = norm(self._gradient), norms.median
+        norms.note(sender, length)
+        most = self._config.clip_distance * min(before, norms.median)
+        factor = self._options.beyond.share(sender, beyond=length > most)
+        if length > most:
+            np.multiply(self._gradient, np.float32(factor * most / length), out=self._gradient)
 
 
 def weight_of(staleness: int, config: ServerAsyncConfig) -> float:

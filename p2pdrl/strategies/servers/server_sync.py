@@ -52,7 +52,7 @@ from p2pdrl.strategies.servers.shard_server import (
 )
 from p2pdrl.strategies.task_runner import cancel_and_wait
 from p2pdrl.tensors.layout import Float32Array
-from p2pdrl.tensors.robust import combine
+from p2pdrl.tensors.robust import clipping_of, combine, combine_clipped
 from p2pdrl.transport.protocol import Refusal
 
 __all__ = ["ServerSyncStrategy"]
@@ -76,6 +76,7 @@ class SyncShardServer(ShardServer):
         """Round and sender of gradients that came and don't count."""
         self._attendance = Attendance(options.members, options.doubt)
         self._combined: Float32Array = np.zeros(shard.span.size, np.float32)
+        self._rule = config.rule(bounded=options.context.bounded)
         self._collector = RoundCollector(
             size=shard.span.size,
             members=options.members,
@@ -201,15 +202,13 @@ class SyncShardServer(ShardServer):
         """Step along the gradients' mean (or sum), and write the next version; in a thread."""
         config = self._config
         if counted:
-            combine(
-                [one.vector for one in counted],
-                [self._weight(one) for one in counted],
-                mixing=config.mixing,
-                clip_distance=config.clip_distance,
-                trim=config.trim,
-                reference=self._combined,
-                out=self._combined,
-            )
+            vectors, weights = [one.vector for one in counted], [self._weight(one) for one in counted]
+            if self._rule == "clipped":
+                clipping = clipping_of(vectors, weights, config.clip_distance)
+                clipping = self._options.beyond.shortened(clipping, [one.sender for one in counted])
+                combine_clipped(vectors, clipping, self._combined)
+            else:
+                combine(vectors, weights, mixing=self._rule, trim=config.trim, out=self._combined)
             if config.reduce == "sum":
                 np.multiply(self._combined, np.float32(len(counted)), out=self._combined)
             if math.isfinite(learning_rate):

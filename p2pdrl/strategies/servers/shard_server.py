@@ -21,6 +21,7 @@ from p2pdrl.errors import PoisonedVectorError, WireError
 from p2pdrl.group.adaptive_timeout import AdaptiveTimeout
 from p2pdrl.group.round_collector import Contribution, RoundCollector
 from p2pdrl.group.service import Group, GroupView
+from p2pdrl.strategies.clipping_radius import BeyondCounts
 from p2pdrl.strategies.offload import heavy
 from p2pdrl.strategies.protocol import StrategyContext
 from p2pdrl.strategies.servers.messages import GradientPush, ServerAnswer
@@ -152,6 +153,7 @@ class ShardServerOptions:
         members: of the view, in order.
         learning_rate: of the next step.
         counts: of what happened, for status.
+        beyond: who sends gradients that are far off.
     """
 
     config: ServerOptions
@@ -161,6 +163,7 @@ class ShardServerOptions:
     doubt: Callable[[str, str], None]
     learning_rate: Callable[[], float]
     counts: Counter[str]
+    beyond: BeyondCounts
 
 
 class Attendance:
@@ -244,10 +247,19 @@ class Seeding:
 
     async def _reduce(self, contributions: Sequence[Contribution]) -> Float32Array:
         shard, vectors = self._shard, [one.vector for one in contributions]
+        config = self._options.config
         async with shard.lock:
 
             def work() -> ShardVersion:
-                combine(vectors, [1.0] * len(vectors), out=shard.parameters)
+                rule = config.rule(bounded=self._options.context.bounded)
+                combine(
+                    vectors,
+                    [1.0] * len(vectors),
+                    mixing=rule,
+                    clip_distance=config.clip_distance,
+                    trim=config.trim,
+                    out=shard.parameters,
+                )
                 return shard.write_version()
 
             mean = await heavy(4 * shard.span.size * (len(vectors) + 1), work)

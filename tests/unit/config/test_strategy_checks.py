@@ -61,7 +61,7 @@ def refused_keys(config: StrategyConfig) -> set[str]:
         compression in SPARSE or name in {"adpsgd", "hogwild", "gala", "sgp", "strom", "server_async"}
     ):
         keys.add("mixing")
-    if mixing == "clipped" and name in {"sgp", "strom", "server_async"}:
+    if mixing == "clipped" and name == "strom":
         keys.add("mixing")
     if name == "hogwild" and config.exchanges == "gradients":
         keys.add("exchanges")

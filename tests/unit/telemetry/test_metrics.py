@@ -18,7 +18,7 @@ NAMES = {
     "learner_wait_seconds_total", "staleness_versions_bucket",
     "strikes_total", "rss_bytes", "swarm_env_steps", "healthy", "build_info",
     "loop_lag_distribution_seconds_bucket",
-    "membership_messages_total", "tasks",
+    "membership_messages_total", "tasks", "quarantined_peers", "distrusted_peers",
 }  # fmt: skip
 
 

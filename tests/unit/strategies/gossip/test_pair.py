@@ -61,7 +61,7 @@ def exchange(a_D: np.ndarray, b_D: np.ndarray, wire: str, weight: float = 0.5):
     messages = [bytes(side.outgoing) for side in sides]
     receive(sides[0], messages[1])
     receive(sides[1], messages[0])
-    deltas = [side.mix(weight) for side in sides]
+    deltas = [side.mix(weight, "peer") for side in sides]
     for side in sides:
         assert side.commit(1)
     return boards, sides, deltas
@@ -110,7 +110,7 @@ def test_poisoned_vectors_are_refused(wire, bad):
     poison_D[7] = bad
     receive(mine, encoded(poison_D, wire))
     with pytest.raises(PoisonedVectorError):
-        mine.mix(0.5)
+        mine.mix(0.5, "peer")
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -128,11 +128,11 @@ def test_a_norm_out_of_proportion_is_refused():
     theirs_D = np.zeros(D, np.float32)
     theirs_D[0] = 10.0
     receive(mine, encoded(theirs_D))
-    mine.mix(0.5)
+    mine.mix(0.5, "peer")
     theirs_D[0] = 10.1
     receive(mine, encoded(theirs_D))
     with pytest.raises(PoisonedVectorError, match="norm"):
-        mine.mix(0.5)
+        mine.mix(0.5, "peer")
 
 
 def test_a_delta_is_dropped_after_a_set(make_board):
@@ -140,7 +140,7 @@ def test_a_delta_is_dropped_after_a_set(make_board):
     mine = side_of(board)
     mine.load()
     receive(mine, encoded(np.ones(D, np.float32)))
-    mine.mix(0.5)
+    mine.mix(0.5, "peer")
     board.post_set(np.full(D, 9.0, np.float32), None, 5)
     assert not mine.commit(6)
     now_D = np.empty(D, np.float32)
@@ -153,7 +153,7 @@ def test_a_delta_raises_the_version(make_board):
     mine = side_of(board)
     mine.load()
     receive(mine, encoded(np.ones(D, np.float32)))
-    mine.mix(0.5)
+    mine.mix(0.5, "peer")
     assert mine.commit(7)
     now_D = np.empty(D, np.float32)
     assert board.now(now_D).policy_version == 7

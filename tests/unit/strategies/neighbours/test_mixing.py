@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from p2pdrl.clock import ManualClock
 from p2pdrl.errors import PoisonedVectorError
+from p2pdrl.strategies.clipping_radius import ClippingRadius
 from p2pdrl.strategies.gossip.pair_average import Bounds
 from p2pdrl.strategies.neighbours.mixing import measure, round_delta
 from p2pdrl.strategies.topology import matrix, metropolis
@@ -52,18 +54,20 @@ def test_both_ends_of_an_edge_move_by_opposite_bits():
     assert np.array_equal(mine_D, -theirs_D)
 
 
-def test_clipping_shortens_both_ends_alike():
+def test_what_is_far_is_shortened_to_the_radius():
     a_D = np.array([3.0, 4.0], np.float32)
     b_D = np.array([-30.0, -40.0], np.float32)
-    bounds = Bounds(1e6, 1e3, 1.0)
-    one, two = measure(a_D, 5.0, b_D, 0.5, bounds), measure(b_D, 50.0, a_D, 0.5, bounds)
-    assert one == two
-    assert one.weight * one.distance == pytest.approx(0.5 * 5.0)
-    assert measure(a_D, 5.0, b_D, 0.5, Bounds(1e6, 1e3)).weight == 0.5
+    radius = ClippingRadius(2.0, ManualClock())
+    radius.read(a_D)
+    far = measure(a_D, 5.0, b_D, 0.5, Bounds(1e6, 1e3, radius), peer="b")
+    assert far.weight * far.distance == pytest.approx(0.5 * radius.radius)
+    assert radius.radius == pytest.approx(2.0 * 0.1 * 5.0)  # a tenth of ours, at first
+    assert far.distance == pytest.approx(55.0)
+    assert measure(a_D, 5.0, b_D, 0.5, Bounds(1e6, 1e3), peer="b").weight == 0.5
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e7, 9e3])
 def test_poison_is_refused(bad):
     a_D = np.array([3.0, 4.0], np.float32)
     with pytest.raises(PoisonedVectorError):
-        measure(a_D, 5.0, np.array([bad, 0.0], np.float32), 0.5, Bounds(1e6, 1e3))
+        measure(a_D, 5.0, np.array([bad, 0.0], np.float32), 0.5, Bounds(1e6, 1e3), peer="b")
