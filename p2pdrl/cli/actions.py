@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import time
-
 import click
 
 from p2pdrl.cli.formats import clean
 from p2pdrl.cli.options import Target, api_options
-from p2pdrl.errors import DaemonUnreachableError, UnhealthyError
 
 __all__ = ["checkpoint", "leave", "pause", "resume"]
 
 _SLOW_S = 60.0
-_PAUSE_S = 0.2
 
 swarm_option = click.option(
     "--swarm", "whole_swarm", is_flag=True, help="Every node of the swarm, not just this one."
@@ -59,16 +55,8 @@ def leave(target: Target, timeout_s: float) -> None:
     client = target.client()
     before = client.status().get("pid")
     client.post("/v1/leave")
-    deadline = time.monotonic() + timeout_s
-    while timeout_s:
-        try:
-            if client.status().get("pid") != before:
-                break
-        except DaemonUnreachableError:
-            break
-        if time.monotonic() > deadline:
-            raise UnhealthyError(f"the node at {client.address} is still there after {timeout_s:g} s")
-        time.sleep(_PAUSE_S)
+    if timeout_s:
+        client.wait_for_end(before, timeout_s)
     click.echo("the node has left" if timeout_s else "the node is leaving")
 
 

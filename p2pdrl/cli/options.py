@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from p2pdrl.cli.client import NodeClient
+    from p2pdrl.api.client import NodeClient
 
 __all__ = ["Target", "api_options", "as_arguments", "config_options", "json_option", "split_addresses"]
 
@@ -32,19 +31,10 @@ class Target:
         Raises:
             UsageError: a bad address, key file or token.
         """
-        from p2pdrl.cli.client import NodeClient, parse_api, token_from_environment
+        from p2pdrl.api.client import NodeClient
 
-        swarm_key = None
-        if self.key_file is not None:
-            from p2pdrl.api.keyfile import read_swarm_keys
-
-            swarm_key = read_swarm_keys(self.key_file).good(time.time())[0]
-        return NodeClient(
-            parse_api(self.api),
-            swarm_key=swarm_key,
-            data_dir=self.data_dir,
-            token=token_from_environment(),
-            timeout_s=timeout_s,
+        return NodeClient.at(
+            self.api, swarm_key_file=self.key_file, data_dir=self.data_dir, timeout_s=timeout_s
         )
 
 
