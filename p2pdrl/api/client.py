@@ -330,7 +330,7 @@ class NodeClient:
         self, connection: http.client.HTTPConnection, asked: _Asked, key: bytes | None
     ) -> http.client.HTTPResponse:
         signed = _signature(key, asked.method, asked.path, self._target_for(key)) if key else {}
-        connection.request(asked.method, asked.path, asked.body, {**asked.headers, **signed})
+        connection.request(asked.method, asked.path, body=asked.body, headers={**asked.headers, **signed})
         return connection.getresponse()
 
     def _target_for(self, key: bytes) -> str:

@@ -240,7 +240,7 @@ def train(
     start_timeout_s: float = 120.0,
     **overrides: Any,
 ) -> Run:
-    """Start a node that trains, on this machine, and return when it answers.
+    """Start a node on this machine, and return when it trains.
 
     It listens on a free port of loopback, unless ``node__listen`` says otherwise.
 
@@ -253,14 +253,14 @@ def train(
         swarm_key_file: the swarm's key, which nodes on several machines need.
         name: what people call the node.
         interval_s: between two status when the `Run` is iterated.
-        start_timeout_s: longest wait for its first answer.
+        start_timeout_s: longest wait until it trains.
         overrides: single keys of the configuration, two underscores for each dot:
             ``task__env__num_envs=16``, ``node__actors__count=2``.
 
     Raises:
         ConfigError: the configuration can't be read or can't run here; nothing was started.
         WorkerError: the node ended as it started, in its own words; UsageError where the caller can mend it.
-        UnhealthyError: it doesn't answer in time.
+        UnhealthyError: it doesn't train in time.
 
     Examples:
         >>> with train("cartpole") as run:  # doctest: +SKIP
@@ -268,13 +268,12 @@ def train(
         ...         print(status.swarm_env_steps, status.mean_return)
     """
     files, given = _sources(config)
-    given |= {key.replace("__", "."): value for key, value in overrides.items()}
+    given |= _flat({key.replace("__", "."): value for key, value in overrides.items()})
     given |= {"node.swarm_key_file": str(swarm_key_file)} if swarm_key_file is not None else {}
+    _require_usable(given)
     named, entries = _with_entries(given)
-    resolved = resolve(files=files, flags=named, environ=os.environ)
-    _require_no_arguments(named)
     address, listen = _addresses(named.pop("node.listen", None))
-    named |= _permissions(resolved, entries)
+    named |= _permissions(resolve(files=files, flags=named, environ=os.environ), entries)
     resolved = resolve(files=files, flags=named, environ=os.environ)
     require_runnable(resolved.config.task, resolved.config)
     arguments = [part for file in files for part in ("--config", file)]
@@ -293,15 +292,18 @@ def train(
         )
         run = Run(process, claim.pop_all(), kept.pop_all(), interval_s)
     try:
-        _until_it_answers(run, process, start_timeout_s)
+        _until_it_trains(run, process, start_timeout_s)
     except BaseException:
         run.stop()
         raise
     return run
 
 
-def _require_no_arguments(named: Mapping[str, Any]) -> None:
-    """Check that no key stands for an argument of `train`."""
+def _require_usable(named: Mapping[str, Any]) -> None:
+    """Check that each key has a value, and that none stands for an argument of `train`."""
+    for key, value in named.items():
+        if value is None:
+            raise UsageError(f"{key} = None says nothing: leave it out for its default")
     for key, argument in (("node.data_dir", "data_dir"), ("node.name", "name"), ("node.peers", "peers")):
         if key in named:
             raise UsageError(f"{key}: give it as {argument}=")
@@ -333,8 +335,15 @@ def _flat(table: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in table.items():
         path = f"{before}{key}"
-        found |= _flat(value, f"{path}.") if isinstance(value, Mapping) and value else {path: value}
+        found |= _flat(value, f"{path}.") if isinstance(value, Mapping) and value else {path: _plain(value)}
     return found
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as a configuration file would hold it."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    return str(value) if isinstance(value, Path) else value
 
 
 def _with_entries(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -360,12 +369,6 @@ def _permissions(resolved: Resolved, entries: list[str]) -> dict[str, Any]:
 
 def _as_text(key: str, value: Any) -> str:
     """Return a value as TOML."""
-    if isinstance(value, Path):
-        value = str(value)
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None:
-        raise UsageError(f"{key} = None says nothing: leave it out for its default")
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -392,19 +395,20 @@ def _folder(data_dir: str | Path | None, stack: contextlib.ExitStack) -> Path:
     return folder
 
 
-def _until_it_answers(run: Run, process: NodeProcess, timeout_s: float) -> None:
+def _until_it_trains(run: Run, process: NodeProcess, timeout_s: float) -> None:
     end_s = time.monotonic() + timeout_s
     while run.running:
         try:
-            run.client.status()
+            state = run.client.status().state
         except DaemonUnreachableError:
-            if time.monotonic() > end_s:
-                raise UnhealthyError(
-                    f"the node doesn't answer after {timeout_s:g} s; it said: {process.last_words()}"
-                ) from None
-            time.sleep(ASK_S)
-        else:
+            state = "starting"
+        if state != "starting":
             return
+        if time.monotonic() > end_s:
+            raise UnhealthyError(
+                f"the node doesn't train after {timeout_s:g} s; it said: {process.last_words()}"
+            )
+        time.sleep(ASK_S)
     if process.exit_code:
         raise _failure(process, process.exit_code)
 
