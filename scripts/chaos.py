@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from p2pdrl.cli.client import NodeClient
+from p2pdrl.api.client import NodeClient
 from p2pdrl.errors import P2PDRLError
 from p2pdrl.node.state.checkpoints import from_bytes, load
 from support.fault_schedule import KINDS, Scene, draw

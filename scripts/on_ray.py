@@ -64,7 +64,7 @@ class Host:
 
     def status(self) -> dict[str, Any]:
         """How it does; ``exit_code`` once it has ended."""
-        from p2pdrl.cli.client import NodeClient
+        from p2pdrl.api.client import NodeClient
         from p2pdrl.errors import P2PDRLError
         from p2pdrl.transport.protocol import Address
 

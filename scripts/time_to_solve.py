@@ -245,7 +245,7 @@ class Judge:
 
         torch.set_num_threads(1)
         self._setting, self._waits = setting, waits
-        self._players = Players(0, "cpu", allow_import=False)
+        self._players = Players("cpu", allow_import=False)
         self._thread = ThreadPoolExecutor(1)
         self._due: list[tuple[float, int, bytes]] = []
         self._playing: list[Future[Judged]] = []
@@ -259,18 +259,18 @@ class Judge:
             self._playing.append(self._thread.submit(self._play, seconds, env_steps, checkpoint, number))
 
     def _play(self, seconds: float, env_steps: int, checkpoint: bytes, number: int) -> Judged:
-        trainer, task = self._players.of(from_bytes(checkpoint))
+        played = self._players.of(from_bytes(checkpoint))
         asked = self._setting.task(0).evaluation
         return Judged(
             seconds,
             env_steps,
             evaluate(
-                trainer.policy,
-                task.env,
+                played.policy,
+                played.task.env,
                 asked.episodes,
                 greedy=asked.mode == "greedy",
                 seed=number,
-                normalizer=trainer.observation_normalizer,
+                normalizer=played.normalizer,
             ).mean,
         )
 

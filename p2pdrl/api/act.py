@@ -27,11 +27,10 @@ Nothing that a caller sends reaches the policy unchecked: wrong lengths and type
 refused with 400. With a swarm key signatures cover path and query of a request, as everywhere, not its body.
 """
 
-# ruff: noqa: N803, N806, N815 (names carry shape suffixes)
+# ruff: noqa: N806, N815 (names carry shape suffixes)
 from __future__ import annotations
 
 import asyncio
-import math
 from typing import Any, NamedTuple
 
 import msgspec
@@ -41,7 +40,9 @@ from aiohttp import web
 
 from p2pdrl.api.answers import ApiRefusal, json_answer
 from p2pdrl.api.protocol import NodeView
-from p2pdrl.tensors.inference_slots import InferenceEntry, InferenceSpec, PolicyAnswer
+from p2pdrl.errors import UsageError
+from p2pdrl.tensors.inference_slots import InferenceSpec, PolicyAnswer
+from p2pdrl.tensors.observation_rows import rows_of_lists, wanted
 
 __all__ = ["ActHandlers", "ActQuestion", "decode_binary", "decode_json"]
 
@@ -140,7 +141,10 @@ def describe(spec: InferenceSpec) -> dict[str, object]:
     """Return the document of ``GET /v1/act``, without the bound on rows."""
     observations: dict[str, object]
     if spec.several:
-        entries = [{"path": list(entry.path), "is": str(entry)} for entry in spec.entries]
+        entries = [
+            {"path": list(one.path), "is": str(one), "dtype": one.dtype, "shape": list(one.shape)}
+            for one in spec.entries
+        ]
         observations = {"kind": spec.several, "entries": entries, "binary": False}
     elif spec.entries:
         one = spec.entries[0]
@@ -159,16 +163,6 @@ def describe(spec: InferenceSpec) -> dict[str, object]:
     }
 
 
-def _wanted(spec: InferenceSpec) -> str:
-    """Return what one observation is, for people."""
-    if spec.several:
-        entries = ", ".join(f"{entry.name}: {entry}" for entry in spec.entries)
-        return f"a {spec.several} of {entries}"
-    if spec.entries:
-        return str(spec.entries[0])
-    return f"{spec.obs_dtype} of shape {list(spec.obs_shape)}"
-
-
 # --- binary --------------------------------------------------------------------------------------
 
 
@@ -179,7 +173,7 @@ def _rows(query: dict[str, str], spec: InferenceSpec, most: int, nbytes: int) ->
         ApiRefusal: 400 where it can't be what the query says.
     """
     if spec.entries:
-        raise ApiRefusal(400, f"observations of several entries are taken as JSON only: {_wanted(spec)}")
+        raise ApiRefusal(400, f"observations of several entries are taken as JSON only: {wanted(spec)}")
     if unknown := set(query) - _QUERY:
         raise ApiRefusal(400, f"this route takes rows, greedy and values, not {min(unknown)[:40]!r}")
     text = query.get("rows", "")
@@ -189,7 +183,7 @@ def _rows(query: dict[str, str], spec: InferenceSpec, most: int, nbytes: int) ->
     if nbytes != rows * spec.row_nbytes:
         raise ApiRefusal(
             400,
-            f"{rows} observations of {_wanted(spec)} are {rows * spec.row_nbytes} bytes, not {nbytes}",
+            f"{rows} observations of {wanted(spec)} are {rows * spec.row_nbytes} bytes, not {nbytes}",
         )
     return rows
 
@@ -255,15 +249,10 @@ def decode_json(body: bytes, spec: InferenceSpec, most: int) -> ActQuestion:
         raise ApiRefusal(
             400, f'the body isn\'t {{"observations": …, "greedy": false, "mask": …}}: {str(error)[:200]}'
         ) from None
-    if spec.entries:
-        obs_NX = _packed(asked, spec, most)
-    else:
-        if asked.mask is not None:
-            raise ApiRefusal(400, "this environment has no action masks; leave mask out")
-        wanted = _wanted(spec)
-        obs_NX = _batch(
-            asked.observations, spec.obs_dtype, spec.obs_shape, name="observations", most=most, wanted=wanted
-        )
+    try:
+        obs_NX = rows_of_lists(spec, asked.observations, asked.mask, most)
+    except UsageError as error:
+        raise ApiRefusal(400, str(error)) from None
     return ActQuestion(obs_NX, asked.greedy, values=True)
 
 
@@ -273,131 +262,3 @@ def _document(answer: PolicyAnswer) -> dict[str, object]:
         document["values"] = answer.values_N.tolist()
     document["log_probs"] = answer.log_probs_N.tolist()
     return {**document, "policy_version": answer.policy_version}
-
-
-def _packed(asked: _Body, spec: InferenceSpec, most: int) -> npt.NDArray[np.uint8]:
-    """Return observations of several entries, or with masks, as rows of bytes."""
-    given = asked.observations
-    if spec.several:
-        if spec.several == "dict" and isinstance(given, dict):
-            given = [given]
-        if not isinstance(given, list) or not 1 <= len(given) <= most:
-            raise ApiRefusal(400, f"observations are a list of 1 to {most}, each {_wanted(spec)}")
-        columns: list[Any] = [[_at(one, entry, spec) for one in given] for entry in spec.entries]
-        count = len(given)
-    else:
-        one = spec.entries[0]
-        values = _batch(given, one.dtype, one.shape, name="observations", most=most, wanted=str(one))
-        columns, count = [values], len(values)
-    rows_NX = np.zeros((count, *spec.obs_shape), np.uint8)
-    for entry, column in zip(spec.entries, columns, strict=True):
-        _put(rows_NX, entry, _entry_values(column, entry, count))
-    if spec.mask is None:
-        if asked.mask is not None:
-            raise ApiRefusal(400, "this environment has no action masks; leave mask out")
-        return rows_NX
-    mask = spec.mask
-    if not spec.info_mask:
-        if asked.mask is not None:
-            raise ApiRefusal(400, f"the mask is the entry {mask.name!r} of observations; leave mask out")
-        allowed_NA = _mask([_at(one, mask, spec) for one in given], mask, count)
-    elif asked.mask is None:
-        allowed_NA = np.ones((count, *mask.shape), np.bool_)
-    else:
-        allowed_NA = _mask(asked.mask, mask, count)
-    _put(rows_NX, mask, allowed_NA)
-    return rows_NX
-
-
-def _at(observation: Any, entry: InferenceEntry, spec: InferenceSpec) -> Any:
-    for key in entry.path:
-        is_there = (
-            isinstance(observation, dict) and key in observation
-            if isinstance(key, str)
-            else isinstance(observation, list) and key < len(observation)
-        )
-        if not is_there:
-            raise ApiRefusal(400, f"an observation has no {entry.name!r}; each is {_wanted(spec)}")
-        observation = observation[key]
-    return observation
-
-
-def _entry_values(column: Any, entry: InferenceEntry, count: int) -> Array:
-    """Return one entry of all observations, checked, as it lies in rows."""
-    if isinstance(column, np.ndarray):
-        return column
-    found = _numbers(column, entry.dtype, entry.name, str(entry))
-    # a choice is a number by itself, not a list of one, and a grey image may come without its channel
-    if _without_ones(found.shape[1:]) != _without_ones(entry.shape):
-        raise ApiRefusal(400, f"{entry.name} must be {entry}; it is of shape {list(found.shape[1:])}")
-    values = found.reshape(count, *entry.shape)
-    if not entry.sizes:
-        return values
-    chosen = values.astype(np.int64) - np.array(entry.start, np.int64).reshape(entry.shape)
-    if not ((chosen >= 0) & (chosen < np.array(entry.sizes).reshape(entry.shape))).all():
-        raise ApiRefusal(400, f"{entry.name} must be {entry}")
-    return chosen.astype(entry.dtype)
-
-
-def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(length for length in shape if length != 1)
-
-
-def _mask(given: Any, entry: InferenceEntry, count: int) -> npt.NDArray[np.bool_]:
-    wanted = f"{math.prod(entry.shape)} truth values for each observation"
-    allowed = _batch(given, "bool", entry.shape, name="mask", most=count, wanted=wanted)
-    if len(allowed) != count:
-        raise ApiRefusal(400, f"there are {len(allowed)} masks for {count} observations")
-    if not allowed.reshape(count, -1).any(axis=1).all():
-        raise ApiRefusal(400, "a mask must allow one action at least")
-    return allowed
-
-
-def _put(rows_NX: npt.NDArray[np.uint8], entry: InferenceEntry, values: Array) -> None:
-    """Write an entry of all observations into their rows."""
-    flat = np.ascontiguousarray(values, entry.dtype).reshape(len(rows_NX), -1).view(np.uint8)
-    rows_NX[:, entry.offset : entry.offset + flat.shape[1]] = flat
-
-
-def _batch(given: Any, dtype: str, shape: tuple[int, ...], *, name: str, most: int, wanted: str) -> Array:
-    """Return nested lists of numbers as N x ``shape``, N from 1 to ``most``.
-
-    A single element, without the list around it, is taken for N = 1.
-
-    Raises:
-        ApiRefusal: 400 where it is anything else.
-    """
-    found = _numbers(given, dtype, name, wanted)
-    if found.shape == shape:
-        found = found[None]
-    if found.shape[1:] != shape or not 1 <= len(found) <= most:
-        raise ApiRefusal(
-            400,
-            f"{name} must be {wanted}, one or a list of 1 to {most}; they are of shape {list(found.shape)}",
-        )
-    return found
-
-
-def _numbers(given: Any, dtype: str, name: str, wanted: str) -> Array:
-    """Return nested lists of numbers as an array of this type.
-
-    Raises:
-        ApiRefusal: 400 where they are anything else, or out of bounds.
-    """
-    try:
-        found: Array = np.asarray(given)
-    except (ValueError, OverflowError, RecursionError):
-        found = np.asarray(None)  # ragged
-    if found.dtype.kind not in "biuf" or not found.size:
-        raise ApiRefusal(400, f"{name} must be numbers, in lists of one length each: {wanted}")
-    kind = np.dtype(dtype).kind
-    if kind == "f":
-        with np.errstate(over="ignore"):
-            cast = found.astype(dtype)
-        if not np.isfinite(cast).all():
-            raise ApiRefusal(400, f"{name} must be finite numbers, none beyond what {dtype} holds")
-        return cast
-    low, high = (0, 1) if kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-    if found.dtype.kind != "b" and not ((found >= low) & (found <= high) & (found == np.floor(found))).all():
-        raise ApiRefusal(400, f"{name} must be whole numbers from {low} to {high}: {wanted}")
-    return found.astype(dtype)

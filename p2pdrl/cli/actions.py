@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
@@ -12,7 +11,7 @@ import click
 from p2pdrl.cli.formats import clean
 from p2pdrl.cli.operators import command_swarm
 from p2pdrl.cli.options import Target, api_options, command_options, json_option
-from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, UnhealthyError
+from p2pdrl.errors import P2PDRLError
 
 if TYPE_CHECKING:
     from p2pdrl.membership.swarm_records import SwarmRecords
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["checkpoint", "halt", "leave", "pause", "resume", "stop"]
 
 _SLOW_S = 60.0
-_PAUSE_S = 0.2
 
 swarm_option = click.option(
     "--swarm", "whole_swarm", is_flag=True, help="Every node of the swarm, not just this one."
@@ -147,14 +145,6 @@ def leave(target: Target, timeout_s: float) -> None:
     client = target.client()
     before = client.status().get("pid")
     client.post("/v1/leave")
-    deadline = time.monotonic() + timeout_s
-    while timeout_s:
-        try:
-            if client.status().get("pid") != before:
-                break
-        except DaemonUnreachableError:
-            break
-        if time.monotonic() > deadline:
-            raise UnhealthyError(f"the node at {client.address} is still there after {timeout_s:g} s")
-        time.sleep(_PAUSE_S)
+    if timeout_s:
+        client.wait_for_end(before, timeout_s)
     click.echo("the node has left" if timeout_s else "the node is leaving")

@@ -22,8 +22,8 @@ from typing import Literal
 import click
 import msgspec
 
+from p2pdrl.api.client import NodeClient, parse_api
 from p2pdrl.api.keyfile import SwarmKeys, read_swarm_keys
-from p2pdrl.cli.client import NodeClient, parse_api
 from p2pdrl.cli.formats import byte_size, clean
 from p2pdrl.cli.options import json_option, split_addresses
 from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, UnhealthyError, UsageError

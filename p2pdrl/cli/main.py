@@ -42,6 +42,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "checkpoint": ("p2pdrl.cli.actions:checkpoint", "Write a checkpoint now."),
     "leave": ("p2pdrl.cli.actions:leave", "Make the node leave the swarm and end."),
     "eval": ("p2pdrl.cli.evaluate:evaluate", "Measure a checkpoint, or a running node's policy."),
+    "export": ("p2pdrl.cli.export:export", "Write a policy as a file that runs without p2pdrl."),
     "doctor": ("p2pdrl.cli.doctor:doctor", "Check this machine, and the way to the peers."),
     "pipeline": ("p2pdrl.cli.pipeline:pipeline", "Plan how one model is trained over several devices."),
     "invite": ("p2pdrl.cli.invites:invite", "Print a line by which one more machine can join."),

@@ -24,17 +24,14 @@ from p2pdrl.cli.operators import command_swarm
 from p2pdrl.cli.options import Target, api_options, command_options, json_option
 from p2pdrl.cli.status import show_again, watchable
 from p2pdrl.config.schedules import MAX_STAGES
-from p2pdrl.errors import P2PDRLError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from p2pdrl.cli.client import NodeClient
     from p2pdrl.membership.swarm_records import SwarmRecords
 
 __all__ = ["mode", "rounds"]
 
-_PAUSE_S = 0.25
 _SHOWN = 8
 """Names in one cell; of more the rest is counted."""
 _GOOD = ("ok", "pushed", "answered")
@@ -129,53 +126,12 @@ def set_mode(
     if no_wait:
         click.echo(f"proposed mode {words}, epoch {epoch}")
         return
-    _wait_for_all(client, words, (epoch, proposer), wait_s)
+
+    def told(following: int, members: int) -> None:
+        click.echo(f"{following} of {members} members are in mode {words}", err=True)
+
+    client.wait_for_mode(words, (epoch, proposer), wait_s, told)
     click.echo(f"mode is {words}, epoch {epoch}")
-
-
-def _wait_for_all(client: NodeClient, words: str, record: tuple[Any, Any], wait_s: float) -> None:
-    """Ask until every member follows ``record`` (epoch and proposer); progress goes to standard error.
-
-    Raises:
-        P2PDRLError: another record won, or somebody doesn't follow in time.
-    """
-    deadline = time.monotonic() + wait_s
-    progress = ""
-    while True:
-        document = client.get("/v1/mode")
-        _check_in_force(document.get("record") or {}, record)
-        members = [member for member in document.get("members") or [] if isinstance(member, dict)]
-        late = [_why_not(member, record[0]) for member in members if not member.get("follows")]
-        line = f"{len(members) - len(late)} of {len(members)} members are in mode {words}"
-        if line != progress:
-            click.echo(line, err=True)
-            progress = line
-        if members and not late:
-            return
-        if time.monotonic() + _PAUSE_S > deadline:
-            why = "; ".join(late[:20] or ["nobody is heard of"])
-            raise P2PDRLError(f"after {wait_s:g} s not everybody is in mode {words}: {why}")
-        time.sleep(_PAUSE_S)
-
-
-def _check_in_force(found: dict[str, Any], record: tuple[Any, Any]) -> None:
-    if (found.get("epoch"), found.get("proposer")) == record:
-        return
-    who = clean(found.get("proposer_name", "?"), 64)
-    what = mode_words(found.get("mode") or "?", found.get("protocol"), found.get("options"))
-    raise P2PDRLError(
-        f"another mode was proposed at the same time and counts: {what} by {who} "
-        f"(epoch {clean(found.get('epoch'), 20)}); look with `p2pdrl mode show`, then set yours again"
-    )
-
-
-def _why_not(member: dict[str, Any], epoch: object) -> str:
-    name = clean(member.get("name", "?"), 64)
-    if member.get("state") == "unheard":
-        return f"{name} hasn't been heard of"
-    if member.get("epoch") == epoch:
-        return f"{name} can't run it (see its `p2pdrl status`)"
-    return f"{name} is at epoch {clean(member.get('epoch'), 20)}"
 
 
 def _mode_view(document: Mapping[str, Any]) -> RenderableType:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -82,12 +84,14 @@ _LAN = "lan"
     help="Import the module:name that this node's own options name, which runs its code.",
 )
 @click.option("--parent-pid", type=int, hidden=True, help="End when this parent process ends.")
+@click.option("--leave-with", type=int, hidden=True, help="Leave the swarm when this parent process ends.")
 def node(
     *,
     peers: tuple[str, ...],
     files: tuple[str, ...],
     sets: tuple[str, ...],
     parent_pid: int | None,
+    leave_with: int | None,
     roles: str | None,
     join: str | None,
     join_file: str | None,
@@ -102,6 +106,8 @@ def node(
 
     if parent_pid is not None:
         end_with_parent(parent_pid)
+    if leave_with is not None:
+        _watch_parent(leave_with, lambda: os.kill(os.getpid(), signal.SIGTERM))
     invite = _invite(join, join_file)
     flags = {_KEYS[option]: value for option, value in given.items()}
     seeds = split_addresses(peers)
@@ -164,11 +170,19 @@ def end_with_parent(parent_pid: int) -> None:
 
     die_with_parent(parent_pid)
     if sys.platform != "linux":
-        threading.Thread(target=_watch, args=(parent_pid,), name="parent watch", daemon=True).start()
+        _watch_parent(parent_pid, lambda: os._exit(1))
 
 
-def _watch(parent_pid: int) -> None:
-    pause = threading.Event()
-    while os.getppid() == parent_pid:
-        pause.wait(_WATCH_S)
-    os._exit(1)
+def _watch_parent(parent_pid: int, act: Callable[[], object]) -> None:
+    """Have a thread look whether the parent is still the same, and act when it isn't.
+
+    Unlike Linux's signal it doesn't mind that a thread of the parent's ends, the one that started us.
+    """
+
+    def watch() -> None:
+        pause = threading.Event()
+        while os.getppid() == parent_pid:
+            pause.wait(_WATCH_S)
+        act()
+
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()

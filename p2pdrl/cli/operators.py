@@ -19,8 +19,8 @@ from p2pdrl.cli.options import Target, api_options, command_options, json_option
 from p2pdrl.errors import P2PDRLError, UsageError, WireError
 
 if TYPE_CHECKING:
+    from p2pdrl.api.client import NodeClient
     from p2pdrl.api.keyfile import OperatorKey
-    from p2pdrl.cli.client import NodeClient
     from p2pdrl.membership.operators import Operator
     from p2pdrl.membership.swarm_records import SwarmRecords
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import click
 
 if TYPE_CHECKING:
+    from p2pdrl.api.client import NodeClient
     from p2pdrl.api.keyfile import OperatorKey, SwarmKeys
-    from p2pdrl.cli.client import NodeClient
 
 __all__ = [
     "Span",
@@ -45,15 +44,14 @@ class Target:
         Raises:
             UsageError: a bad address, key file or token.
         """
-        from p2pdrl.cli.client import NodeClient, parse_api, token_from_environment
+        from p2pdrl.api.client import NodeClient
 
-        keys = self.keys()
-        return NodeClient(
-            parse_api(self.api),
-            swarm_key=None if keys is None else keys.good(time.time())[0],
+        operator = None if self.key_file is None else self.operator()
+        return NodeClient.at(
+            self.api,
+            swarm_key_file=self.key_file,
             data_dir=self.data_dir,
-            token=token_from_environment(),
-            operator=None if keys is None else self.operator(),
+            operator=operator,
             timeout_s=timeout_s,
         )
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
 from urllib.parse import urlencode
 
 import click
 
 from p2pdrl.cli.formats import clean
 from p2pdrl.cli.options import Target, api_options, command_options, json_option
-from p2pdrl.errors import DaemonUnreachableError, UnhealthyError, UsageError
+from p2pdrl.errors import UsageError
 
 __all__ = ["roles"]
-
-_PAUSE_S = 0.2
 
 
 @click.group()
@@ -55,18 +52,6 @@ def set_roles(target: Target, names: str, wait_s: float) -> None:
         raise UsageError("name at least one role: actor, learner, replay or server")
     client = target.client()
     client.post("/v1/roles?" + urlencode([("role", name) for name in wanted]))
-    deadline = time.monotonic() + wait_s
-    while wait_s:
-        time.sleep(_PAUSE_S)
-        try:
-            status = client.status()
-            own = next((row for row in client.peers() if row.get("self")), {})
-        except DaemonUnreachableError as error:
-            raise UnhealthyError(f"the node ended when its roles changed: {error}") from error
-        if sorted(own.get("roles") or []) == sorted(wanted) and status.get("state") in ("training", "paused"):
-            break
-        if time.monotonic() > deadline:
-            raise UnhealthyError(
-                f"the node isn't at work in its new roles after {wait_s:g} s: it is {status.get('state')}"
-            )
+    if wait_s:
+        client.wait_for_roles(wanted, wait_s)
     click.echo(f"the node is {', '.join(wanted)}" if wait_s else f"the node becomes {', '.join(wanted)}")

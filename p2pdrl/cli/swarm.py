@@ -105,9 +105,10 @@ def up(
     Ctrl-C makes them leave properly; a second one ends them at once. The exit code is 0 only if every
     node's was.
     """  # fmt: skip
-    from p2pdrl.cli.fleet import Fleet, reserved_ports
+    from p2pdrl.cli.fleet import Fleet
     from p2pdrl.config.environments import require_environment
     from p2pdrl.config.loader import resolve
+    from p2pdrl.library.node_process import reserved_ports
 
     # a bad one fails before anything starts
     task = resolve(files=files, sets=sets, environ=os.environ).config.task

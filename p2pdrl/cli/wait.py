@@ -14,7 +14,7 @@ from p2pdrl.cli.options import Target, api_options, json_option
 from p2pdrl.errors import DaemonUnreachableError, UnhealthyError
 
 if TYPE_CHECKING:
-    from p2pdrl.cli.client import NodeClient
+    from p2pdrl.api.client import NodeClient
 
 __all__ = ["wait"]
 

@@ -5,7 +5,7 @@ whichever first sees the stop condition met writes the halt record that ends tra
 with operators it ends whoever finds the condition met as well, and an operator's ends all. A change
 of mode waits for the exchange in flight, so it has a task of its own and the other records never wait.
 
-``p2pdrl mode set``: `cli.mode` → `cli.client` → `api.routes` → `status.view` → `propose_mode` here →
+``p2pdrl mode set``: `cli.mode` → `api.client` → `api.routes` → `status.view` → `propose_mode` here →
 `membership.service`, which signs and gossips the record → on each node `_follow_mode` →
 `training.ActiveMode.use` → `LearnerPool.change` and `strategies.registry.build` → the new strategy.
 """

@@ -217,17 +217,18 @@ class _ContinuousWithCritics(_WithCritics):
     """Actions of A numbers, -1 … 1; uniform ones while ``exploration`` is above zero.
 
     Attributes:
+        action_map: from -1 … 1 to the bounds.
         dim: A.
     """
 
     def __init__(self, spec: EnvSpec, config: NetworkConfig, *, critics: int) -> None:
         super().__init__(spec, config)
-        self._action_map, self.dim = _bounds(spec)
+        self.action_map, self.dim = _bounds(spec)
         self.critics = Critics(spec, config, members=critics, action_dim=self.dim, outputs=1)
 
     def to_environment(self, actions: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Bring -1 … 1 to the bounds."""
-        return self._action_map(actions)
+        return self.action_map(actions)
 
     def q_values(self, inputs_BI: Tensor, members: int | None = None) -> Tensor:
         """Return Q_i(s, a), M x B, of actions ``beside`` observations."""

@@ -163,25 +163,7 @@ class Registry:
             "facts_held_total", "Counts from peers that were too great for the time that their node is there."
         )
         self.learner_restarts_total = total("learner_restarts_total", "Times the learner was started again.")
-        self.actors = gauge("actors", "Actor processes of this node that run.")
-        self.actor_env_steps_total = LabelledTotal(
-            self._counter("actor_env_steps_total", "Environment steps by actor process.", "actor")
-        )
-        self.actor_restarts_total = total("actor_restarts_total", "Times an actor was started again.")
-        self.actor_unrolls_dropped_total = total(
-            "actor_unrolls_dropped_total", "Half unrolls of actors that died."
-        )
-        self.unrolls_total = LabelledTotal(
-            self._counter(
-                "unrolls_total", "Unrolls that travelled between nodes, by direction.", "direction"
-            ),
-            ("in", "out"),
-        )
-        self.unroll_staleness = self._histogram(
-            "unroll_staleness_versions",
-            "How many versions the policy of unrolls from other nodes was behind.",
-            _STALENESS_BUCKETS,
-        )
+        self._add_actors()
         self._add_inference()
         self.checkpoint_failures_total = total(
             "checkpoint_failures_total", "Checkpoints that couldn't be written."
@@ -287,6 +269,29 @@ class Registry:
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, meaning, labels, registry=self._registry)
+
+    def _add_actors(self) -> None:
+        """What this node's actor processes do, and what travels from actors to learners."""
+        total, gauge = self._total, self._gauge
+        self.actors = gauge("actors", "Actor processes of this node that run.")
+        self.actor_env_steps_total = LabelledTotal(
+            self._counter("actor_env_steps_total", "Environment steps by actor process.", "actor")
+        )
+        self.actor_restarts_total = total("actor_restarts_total", "Times an actor was started again.")
+        self.actor_unrolls_dropped_total = total(
+            "actor_unrolls_dropped_total", "Half unrolls of actors that died."
+        )
+        self.unrolls_total = LabelledTotal(
+            self._counter(
+                "unrolls_total", "Unrolls that travelled between nodes, by direction.", "direction"
+            ),
+            ("in", "out"),
+        )
+        self.unroll_staleness = self._histogram(
+            "unroll_staleness_versions",
+            "How many versions the policy of unrolls from other nodes was behind.",
+            _STALENESS_BUCKETS,
+        )
 
     def _add_inference(self) -> None:
         """What the inference process does, for who asks the node to act and for its own actors."""

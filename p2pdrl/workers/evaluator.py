@@ -9,7 +9,6 @@ evaluation after the other: it stays, so that torch is imported once.
 from __future__ import annotations
 
 import argparse
-import base64
 import socket
 import sys
 import time
@@ -18,13 +17,10 @@ from typing import Any
 
 import msgspec
 
-from p2pdrl.config.task import RegressionConfig, TaskConfig
 from p2pdrl.errors import CheckpointError, P2PDRLError
 from p2pdrl.rl.evaluate import EvalResult, evaluate, record_video
-from p2pdrl.rl.registry import build_trainer
-from p2pdrl.rl.trainer import Trainer
+from p2pdrl.rl.inference import PolicyInference, task_of
 from p2pdrl.tensors.checkpoint import Checkpoint, from_bytes
-from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.workers.child import child_main
 from p2pdrl.workers.protocol import FrameBuffer, Play, Played, decode_play, frame
@@ -40,56 +36,30 @@ def _read(path: str) -> Checkpoint:
 
 
 class Players:
-    """Builds the trainer that a checkpoint's task asks for, once for each task, and gives it the state.
+    """Makes the policy that a checkpoint's task asks for, once for each task, and gives it the parameters.
 
     Args:
-        seed: of the trainer; evaluations have their own.
         device: of the policy.
         allow_import: permit environment ids that import a module.
     """
 
-    def __init__(self, seed: int, device: str, *, allow_import: bool) -> None:
-        self._seed = seed
+    def __init__(self, device: str, *, allow_import: bool) -> None:
         self._device = device
         self._allow_import = allow_import
-        self._built: tuple[TaskConfig, Trainer] | None = None
+        self._built: PolicyInference | None = None
 
-    def of(self, checkpoint: Checkpoint) -> tuple[Trainer, TaskConfig]:
-        """Return the trainer with the checkpoint's state, and the task.
+    def of(self, checkpoint: Checkpoint) -> PolicyInference:
+        """Return the policy with the checkpoint's parameters.
 
         Raises:
             CheckpointError: there is nothing to play, or it doesn't fit its own task.
             ConfigError: the task can't be built here.
         """
-        task = _task(checkpoint)
-        if self._built is None or self._built[0] != task:
-            built = build_trainer(task, self._seed, self._device, allow_import=self._allow_import)
-            self._built = (task, built)
-        trainer = self._built[1]
-        if trainer.layout != checkpoint.layout:
-            raise CheckpointError("the checkpoint's layout isn't that of its task's network")
-        fits = bool(checkpoint.sidecar) and checkpoint.sidecar_layout == trainer.sidecar_layout
-        trainer.set_state(checkpoint.params, checkpoint.sidecar if fits else None, own=True)
-        others = checkpoint.meta.get("others_moments")
-        if isinstance(others, str):
-            packed: dict[str, bytes] = msgspec.msgpack.decode(base64.b64decode(others))
-            trainer.set_other_moments(
-                {name: Moments.from_wire(msgspec.msgpack.decode(data)) for name, data in packed.items()}
-            )
-        return trainer, task
-
-
-def _task(checkpoint: Checkpoint) -> TaskConfig:
-    try:
-        task = msgspec.convert(checkpoint.meta.get("task"), TaskConfig)
-    except msgspec.ValidationError as error:
-        raise CheckpointError(f"the checkpoint's task can't be read: {error}") from error
-    if isinstance(task.algorithm, RegressionConfig):
-        raise CheckpointError(
-            "the checkpoint holds a regression, which plays no episodes; its evaluation_loss is among the "
-            "node's metrics"
-        )
-    return task
+        task = task_of(checkpoint)
+        if self._built is None or self._built.task != task:
+            self._built = PolicyInference(task, 0, self._device, allow_import=self._allow_import)
+        self._built.restore(checkpoint)
+        return self._built
 
 
 def _summary(result: EvalResult) -> dict[str, Any]:
@@ -109,8 +79,8 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     checkpoint = _read(arguments.checkpoint)
-    players = Players(arguments.seed, arguments.device, allow_import=arguments.allow_import)
-    trainer, task = players.of(checkpoint)
+    played = Players(arguments.device, allow_import=arguments.allow_import).of(checkpoint)
+    task = played.task
     document: dict[str, Any] = {
         "env": task.env.id,
         "policy_version": checkpoint.meta.get("policy_version"),
@@ -120,19 +90,19 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     options: dict[str, Any] = {
         "seed": arguments.seed,
-        "normalizer": trainer.observation_normalizer,
+        "normalizer": played.normalizer,
         "allow_import": arguments.allow_import,
     }
     for name, greedy in (("sampled", False), ("greedy", True)):
         print(f"playing {arguments.episodes} {name} episodes of {task.env.id} …", file=sys.stderr)
-        result = evaluate(trainer.policy, task.env, arguments.episodes, greedy=greedy, **options)
+        result = evaluate(played.policy, task.env, arguments.episodes, greedy=greedy, **options)
         document[name] = _summary(result)
     if arguments.video is not None:
         print(f"filming one greedy episode to {arguments.video} …", file=sys.stderr)
         path = Path(arguments.video)
         document["video"] = {
             "path": str(path),
-            "return": record_video(trainer.policy, task.env, path, greedy=True, **options),
+            "return": record_video(played.policy, task.env, path, greedy=True, **options),
         }
     return document
 
@@ -154,16 +124,16 @@ class Service:
 
         torch.set_num_threads(request.threads)
         if self._players is None:
-            self._players = Players(0, "cpu", allow_import=request.allow_import)
-        trainer, task = self._players.of(from_bytes(bytes(self._memory.buf[: request.nbytes])))
+            self._players = Players("cpu", allow_import=request.allow_import)
+        played = self._players.of(from_bytes(bytes(self._memory.buf[: request.nbytes])))
         began_s = time.perf_counter()
         result = evaluate(
-            trainer.policy,
-            task.env,
+            played.policy,
+            played.task.env,
             request.episodes,
             greedy=request.greedy,
             seed=request.seed,
-            normalizer=trainer.observation_normalizer,
+            normalizer=played.normalizer,
             allow_import=request.allow_import,
         )
         length = sum(result.lengths) / len(result.lengths)

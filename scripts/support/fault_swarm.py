@@ -26,8 +26,8 @@ from typing import Any, Self, TypeVar
 
 import psutil
 
+from p2pdrl.api.client import NodeClient
 from p2pdrl.api.keyfile import write_swarm_key
-from p2pdrl.cli.client import NodeClient
 from p2pdrl.errors import P2PDRLError
 from p2pdrl.testing.fault_proxy import FaultProxy
 from p2pdrl.testing.packet_network import PacketNetwork

@@ -27,8 +27,8 @@ from urllib.parse import urlencode
 
 import psutil
 
+from p2pdrl.api.client import NodeClient
 from p2pdrl.api.keyfile import write_swarm_key
-from p2pdrl.cli.client import NodeClient
 from p2pdrl.errors import P2PDRLError
 from p2pdrl.transport.protocol import Address
 

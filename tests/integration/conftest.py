@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import pytest
 
-from p2pdrl.cli.client import NodeClient
+from p2pdrl.api.client import NodeClient
 from p2pdrl.errors import P2PDRLError
 from p2pdrl.node.accounting.exchanges import GOOD
 from p2pdrl.tensors.checkpoint import Checkpoint, from_bytes

@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from p2pdrl.api.client import NodeClient
 from p2pdrl.api.keyfile import read_swarm_keys, write_operator_key, write_swarm_key
-from p2pdrl.cli.client import NodeClient
 from p2pdrl.cli.main import cli, run_command
 from p2pdrl.clock import SystemClock
 from p2pdrl.config.strategy import LocalConfig, StrategyConfig

@@ -11,8 +11,8 @@ from urllib.parse import urlencode
 
 import pytest
 
+from p2pdrl.api.client import NodeClient
 from p2pdrl.api.keyfile import rotate_swarm_key, write_swarm_key
-from p2pdrl.cli.client import NodeClient
 from p2pdrl.clock import SystemClock
 from p2pdrl.errors import PeerRefusedError
 from p2pdrl.membership.identity import Identity

@@ -195,7 +195,8 @@ def docstrings(source: Source) -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def names_in(module: str) -> frozenset[str]:
-    return frozenset(identifiers(sources()[module].tree))
+    named = p2pdrl.__all__ if module == "p2pdrl" else ()  # imported when they are first used
+    return frozenset({*identifiers(sources()[module].tree), *named})
 
 
 @functools.cache

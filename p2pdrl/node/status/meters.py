@@ -44,6 +44,7 @@ def summary(context: NodeContext, reporter: StatusReporter, reason: str) -> dict
         "ended": ended,
         "reason": reason,
         "modes": [] if training is None else training.accounting.walk(),
+        "evaluations": reporter.evaluations(),
         **{name: status[name] for name in FROM_STATUS},
         "status": status,
     }

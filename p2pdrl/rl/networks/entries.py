@@ -11,20 +11,60 @@ choices).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from p2pdrl.rl.distributions import NEVER
 from p2pdrl.rl.networks.layers import Trunk, in_pairs, mlp
-from p2pdrl.rl.observations import ObservationEntry, ObservationLayout
+from p2pdrl.rl.observations import ObservationEntry, ObservationLayout, Path
 
-__all__ = ["EntryBranches", "ImageEntry", "VectorEntries", "allowed_actions", "entry_of", "masked"]
+__all__ = [
+    "EntryBranches",
+    "ImageEntry",
+    "UnpackedRows",
+    "VectorEntries",
+    "allowed_actions",
+    "entry_of",
+    "masked",
+]
 
 
-def entry_of(rows: Tensor, entry: ObservationEntry) -> Tensor:
+class UnpackedRows:
+    """Entries of N observations in tensors of their own, in place of the rows_NX that a policy expects.
+
+    For graphs in which bytes can't be looked at as numbers (`rl.policy_module`). It has what a policy asks
+    of rows before it takes them apart.
+
+    Args:
+        entries: tensors of N x the entry's shape, by its path.
+        nbytes: X of the rows that they stand for.
+    """
+
+    def __init__(self, entries: Mapping[Path, Tensor], nbytes: int) -> None:
+        self.entries = entries
+        first = next(iter(entries.values()))
+        self.shape = (first.shape[0], nbytes)
+        self.device = first.device
+
+    def dim(self) -> int:
+        """N and X."""
+        return 2
+
+    def reshape(self, *_shape: int) -> UnpackedRows:
+        """Return the same: there is one leading dimension."""
+        return self
+
+    def to(self, _dtype: torch.dtype) -> UnpackedRows:
+        """Return the same: each entry has its own type."""
+        return self
+
+
+def entry_of(rows: Tensor | UnpackedRows, entry: ObservationEntry) -> Tensor:
     """Return an entry of rows …X in its own type and shape: a view."""
+    if isinstance(rows, UnpackedRows):
+        return rows.entries[entry.path]
     part = rows[..., entry.offset : entry.offset + entry.nbytes]
     if entry.dtype != "uint8":
         part = part.view(getattr(torch, entry.dtype))

@@ -57,7 +57,7 @@ class Groups(nn.Module):
     def forward(self, obs_BX: Tensor) -> Tensor:
         """Return tokens_BLW."""
         filled = functional.pad(obs_BX.flatten(1), (0, self._filling))
-        groups_BLP = filled.reshape(len(filled), -1, self._size)
+        groups_BLP = filled.reshape(filled.shape[0], -1, self._size)
         return torch.einsum("blp,lpw->blw", groups_BLP, self.weight) + self.bias
 
 

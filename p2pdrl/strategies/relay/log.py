@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from p2pdrl.errors import P2PDRLError
 
-__all__ = ["GapError", "History", "Run", "StromLog", "UpdateOrigin"]
+__all__ = ["GapError", "History", "MessageRun", "StromLog", "UpdateOrigin"]
 
 MAX_ORIGINS = 384
 """Origins that are remembered: the newest of each node, and of the most recent nodes."""
@@ -43,7 +43,7 @@ class History(NamedTuple):
     founder: str
 
 
-class Run(NamedTuple):
+class MessageRun(NamedTuple):
     """Messages of one origin in a row, from number ``first`` on."""
 
     origin: UpdateOrigin
@@ -128,7 +128,7 @@ class StromLog:
         for peer in [peer for peer in self._known if peer not in living]:
             del self._known[peer]
 
-    def runs_for(self, peer: str, *, relay: bool, most_bytes: int, most: int) -> list[Run]:
+    def runs_for(self, peer: str, *, relay: bool, most_bytes: int, most: int) -> list[MessageRun]:
         """What is to be sent to a peer now; nothing before it has said what it has.
 
         Args:
@@ -136,7 +136,7 @@ class StromLog:
             most_bytes: length of all messages; one message may be longer.
             most: number of messages.
         """
-        runs: list[Run] = []
+        runs: list[MessageRun] = []
         if peer not in self._known:
             return runs
         for origin in self.origins(relay=relay):
@@ -153,13 +153,13 @@ class StromLog:
                 most_bytes -= len(message)
                 chosen.append(message)
             if chosen or kept.first > known + 1:  # without messages it says that they are lost here
-                runs.append(Run(origin, max(known + 1, kept.first), tuple(chosen), kept.first))
+                runs.append(MessageRun(origin, max(known + 1, kept.first), tuple(chosen), kept.first))
                 most -= len(chosen)
         return runs
 
     # Receiving
 
-    def new_in(self, run: Run) -> Sequence[bytes]:
+    def new_in(self, run: MessageRun) -> Sequence[bytes]:
         """Which messages of a run are to be added now.
 
         Raises:
@@ -174,7 +174,7 @@ class StromLog:
             return ()
         return run.messages[have + 1 - run.first :]
 
-    def added(self, run: Run, *, relay: bool) -> None:
+    def added(self, run: MessageRun, *, relay: bool) -> None:
         """The new messages of a run are in our parameters now."""
         new = self.new_in(run)
         if not new:

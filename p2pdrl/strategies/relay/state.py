@@ -28,7 +28,7 @@ from p2pdrl.ids import new_exchange_id
 from p2pdrl.strategies.offload import Arithmetic
 from p2pdrl.strategies.own_vector import read_now
 from p2pdrl.strategies.protocol import StrategyContext
-from p2pdrl.strategies.relay.log import GapError, History, Run, StromLog, UpdateOrigin
+from p2pdrl.strategies.relay.log import GapError, History, MessageRun, StromLog, UpdateOrigin
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.board import DaemonBoard
 from p2pdrl.tensors.compression import ThresholdResidual, add_message, entries_in
@@ -245,14 +245,14 @@ class StromMember:
                 if not more:
                     break
 
-    async def absorb(self, runs: Sequence[Run], policy_version: int, *, relay: bool) -> Absorbed:
+    async def absorb(self, runs: Sequence[MessageRun], policy_version: int, *, relay: bool) -> Absorbed:
         """Add what is new to our parameters.
 
         Raises:
             WireError: a message is malformed; nothing was added.
         """
         async with self._lock:
-            good: list[Run] = []
+            good: list[MessageRun] = []
             new: list[bytes] = []
             gap = False
             for run in runs:

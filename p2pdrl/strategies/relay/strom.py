@@ -27,7 +27,7 @@ from p2pdrl.strategies.admission import ExchangeAdmission
 from p2pdrl.strategies.call_timeouts import failed
 from p2pdrl.strategies.offload import Arithmetic
 from p2pdrl.strategies.protocol import Merged, RoundReport, Strategy, StrategyContext
-from p2pdrl.strategies.relay.log import MAX_ORIGINS, History, Run, UpdateOrigin
+from p2pdrl.strategies.relay.log import MAX_ORIGINS, History, MessageRun, UpdateOrigin
 from p2pdrl.strategies.relay.state import Absorbed, GivenBase, StromMember
 from p2pdrl.strategies.task_runner import OutcomeMetrics, TaskRunner
 from p2pdrl.strategies.topology import neighbours
@@ -115,13 +115,13 @@ class Asked(msgspec.Struct, frozen=True, tag="asked"):
     """None: there is none here."""
 
 
-def run_head(run: Run) -> RunHead:
+def run_head(run: MessageRun) -> RunHead:
     """What goes before a run's messages."""
     sizes = tuple(len(message) for message in run.messages)
     return RunHead(run.origin.node, run.origin.boot, run.first, run.oldest, sizes)
 
 
-def cut_runs(heads: tuple[RunHead, ...], vector: memoryview) -> list[Run] | None:
+def cut_runs(heads: tuple[RunHead, ...], vector: memoryview) -> list[MessageRun] | None:
     """Cut a push's vector into its messages; None when the lengths don't fit."""
     runs, at = [], 0
     for head in heads:
@@ -129,7 +129,7 @@ def cut_runs(heads: tuple[RunHead, ...], vector: memoryview) -> list[Run] | None
         for size in head.sizes:
             messages.append(bytes(vector[at : at + size]))
             at += size
-        runs.append(Run(UpdateOrigin(head.node, head.boot), head.first, tuple(messages), head.oldest))
+        runs.append(MessageRun(UpdateOrigin(head.node, head.boot), head.first, tuple(messages), head.oldest))
     return runs if at == len(vector) else None
 
 

@@ -172,7 +172,7 @@ def test_wait_for_a_node_that_never_comes_is_3(p2pdrl, free_address):
 
 
 def test_wait_for_a_node_that_goes_again_is_4(p2pdrl, monkeypatch):
-    from p2pdrl.cli.client import NodeClient
+    from p2pdrl.api.client import NodeClient
     from p2pdrl.errors import DaemonUnreachableError
 
     answers = [[{"name": "one", "state": "alive", "healthy": True}]]

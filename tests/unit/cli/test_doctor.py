@@ -11,9 +11,9 @@ from importlib import metadata
 
 import pytest
 
+from p2pdrl.api.client import NodeClient
 from p2pdrl.api.keyfile import read_swarm_keys, write_swarm_key
 from p2pdrl.cli import doctor
-from p2pdrl.cli.client import NodeClient
 from p2pdrl.testing.fake_node import FakeNode, ServedNode
 
 

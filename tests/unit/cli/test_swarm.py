@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from p2pdrl.cli.fleet import reserved_ports
 from p2pdrl.errors import UsageError
+from p2pdrl.library.node_process import reserved_ports
 
 FAKE_NODE = """
 import argparse, json, os, pathlib, signal, sys, threading
@@ -64,7 +64,7 @@ def fake_nodes(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     up = tmp_path / "up"
     up.mkdir()
-    monkeypatch.setattr("p2pdrl.cli.fleet.PROGRAM", (sys.executable, str(script)))
+    monkeypatch.setattr("p2pdrl.library.node_process.PROGRAM", (sys.executable, str(script)))
     monkeypatch.setenv("FAKE_PLAN_UP", str(up))
 
     def plan(**nodes):
@@ -186,7 +186,7 @@ def in_a_process(port, script):
     """Run ``swarm up 2`` in a process of its own, with the fake program."""
     code = (
         "import sys\n"
-        "import p2pdrl.cli.fleet as fleet\n"
+        "import p2pdrl.library.node_process as fleet\n"
         f"fleet.PROGRAM = (sys.executable, {str(script)!r})\n"
         "from p2pdrl.cli.main import main\n"
         f"main(['swarm', 'up', '2', '--base-port', '{port}'])\n"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pdrl.strategies.relay.log import GapError, History, Run, StromLog, UpdateOrigin
+from p2pdrl.strategies.relay.log import GapError, History, MessageRun, StromLog, UpdateOrigin
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Model:
     log: StromLog
     total: int = 0
     boots: int = 0
-    mail: list[tuple[str, list[Run]]] = field(default_factory=list)
+    mail: list[tuple[str, list[MessageRun]]] = field(default_factory=list)
 
 
 def value(message: bytes) -> int:

@@ -10,7 +10,7 @@ from http.client import HTTPConnection
 
 import pytest
 
-from p2pdrl.cli.client import NodeClient, parse_api, read_token
+from p2pdrl.api.client import NodeClient, parse_api, read_token
 from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, StorageError, UsageError
 from p2pdrl.testing.fake_node import FakeNode, ServedNode
 from p2pdrl.transport.protocol import Address

@@ -1,4 +1,4 @@
-"""Talks to one node's API, synchronously, for commands and scripts.
+"""Talks to one node's API, synchronously, for commands, scripts and `library.client`.
 
 Uses `http.client` alone: importing aiohttp would take longer than most commands do. Every failure
 becomes one of the package's errors, so that commands hold no error handling of their own.
@@ -12,23 +12,27 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, StorageError, UsageError
+from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, StorageError, UnhealthyError, UsageError
 from p2pdrl.transport.protocol import DEFAULT_PORT, Address
 
 if TYPE_CHECKING:
     from p2pdrl.api.keyfile import OperatorKey
 
-__all__ = ["NodeClient", "parse_api", "read_token"]
+__all__ = ["NodeClient", "parse_api", "read_token", "token_from_environment"]
 
 _LARGEST_JSON_BYTES = 64 << 20
+_LARGEST_ANSWER_BYTES = 1 << 30
 _PIECE_BYTES = 1 << 20
+_PAUSE_S = 0.2
+_SILENCE_S = 40.0
+"""Of a stream of events: the node sends a comment every 15 s; two in a row may be lost to a slow link."""
 _TOKEN = re.compile(r"[0-9a-f]{64}")
-_HEALTH, _TARGET = "/healthz", "/v1/target"
+_HEALTH, _TARGET, _ASKS = "/healthz", "/v1/target", "/v1/act"
 
 
 def parse_api(text: str) -> Address:
@@ -57,6 +61,15 @@ def _is_this_machine(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
+
+
+class _Asked(NamedTuple):
+    """One request."""
+
+    method: str
+    path: str
+    body: bytes | None
+    headers: Mapping[str, str]
 
 
 class NodeClient:
@@ -94,6 +107,38 @@ class NodeClient:
     def on_this_machine(self) -> bool:
         """Whether the node is asked over loopback."""
         return _is_this_machine(self.address.host)
+
+    @classmethod
+    def at(
+        cls,
+        address: str,
+        *,
+        swarm_key_file: str | Path | None = None,
+        data_dir: str | Path | None = None,
+        token: str | None = None,
+        operator: OperatorKey | None = None,
+        timeout_s: float = 5.0,
+    ) -> NodeClient:
+        """Make a client of what people name: an address, a key file, a data folder.
+
+        A token that isn't given may be in ``P2PDRL_TOKEN``.
+
+        Raises:
+            UsageError: a bad address, key file or token.
+        """
+        swarm_key = None
+        if swarm_key_file is not None:
+            from p2pdrl.api.keyfile import read_swarm_keys
+
+            swarm_key = read_swarm_keys(swarm_key_file).good(time.time())[0]
+        return cls(
+            parse_api(address),
+            swarm_key=swarm_key,
+            data_dir=None if data_dir is None else str(data_dir),
+            token=token_from_environment() if token is None else token,
+            operator=operator,
+            timeout_s=timeout_s,
+        )
 
     def status(self) -> dict[str, Any]:
         """The node's ``/v1/status``."""
@@ -142,6 +187,104 @@ class NodeClient:
                 raise DaemonUnreachableError(f"the node at {self.address} broke off after {length} bytes")
             return length
 
+    def ask(self, path: str, body: bytes, content_type: str) -> tuple[bytes, http.client.HTTPMessage]:
+        """POST a body to a route that changes nothing; return the answer's body and headers.
+
+        Errors as for `get`.
+        """
+        headers = {"Content-Type": content_type, "Content-Length": str(len(body))}
+        with self._open("POST", path, body=body, headers=headers) as response:
+            return response.read(_LARGEST_ANSWER_BYTES), response.headers
+
+    def past_events(self, since: int = 0) -> list[dict[str, Any]]:
+        """The node's events after number ``since``, as far as it remembers them, oldest first."""
+        return _events(self.get(f"/v1/events?follow=0&since={since}"))
+
+    def coming_events(self, since: int) -> Iterator[dict[str, Any]]:
+        """Yield the node's events after number ``since`` as they come.
+
+        Raises:
+            DaemonUnreachableError: the node ends, or the connection does.
+        """
+        for line in self.lines(f"/v1/events?since={since}", silence_s=_SILENCE_S):
+            if line.startswith(b"data: "):
+                yield from _events([json.loads(line[6:])])
+        raise DaemonUnreachableError(f"the node at {self.address} ended the stream of events")
+
+    def wait_for_mode(
+        self,
+        words: str,
+        record: tuple[Any, Any],
+        wait_s: float,
+        told: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Ask until every member follows a record of the mode.
+
+        Args:
+            words: the mode, for messages.
+            record: its epoch and proposer.
+            told: called with how many members follow and how many there are, whenever that changes.
+
+        Raises:
+            P2PDRLError: another record won, or somebody doesn't follow in time.
+        """
+        deadline = time.monotonic() + wait_s
+        before = (-1, -1)
+        while True:
+            document = self._dict(self.get("/v1/mode"))
+            _check_in_force(document.get("record") or {}, record)
+            members = [member for member in document.get("members") or [] if isinstance(member, dict)]
+            late = [_why_not(member, record[0]) for member in members if not member.get("follows")]
+            counts = (len(members) - len(late), len(members))
+            if told is not None and counts != before:
+                told(*counts)
+            before = counts
+            if members and not late:
+                return
+            if time.monotonic() + _PAUSE_S > deadline:
+                why = "; ".join(late[:20] or ["nobody is heard of"])
+                raise P2PDRLError(f"after {wait_s:g} s not everybody is in mode {words}: {why}")
+            time.sleep(_PAUSE_S)
+
+    def wait_for_roles(self, roles: Sequence[str], wait_s: float) -> None:
+        """Ask until the node works in these roles.
+
+        Raises:
+            UnhealthyError: it doesn't in time, or has ended.
+        """
+        deadline = time.monotonic() + wait_s
+        while True:
+            time.sleep(_PAUSE_S)
+            try:
+                status = self.status()
+                own = next((row for row in self.peers() if row.get("self")), {})
+            except DaemonUnreachableError as error:
+                raise UnhealthyError(f"the node ended when its roles changed: {error}") from error
+            state = status.get("state")
+            if sorted(own.get("roles") or []) == sorted(roles) and state in ("training", "paused"):
+                return
+            if time.monotonic() > deadline:
+                raise UnhealthyError(
+                    f"the node isn't at work in its new roles after {wait_s:g} s: it is {state}"
+                )
+
+    def wait_for_end(self, pid: object, wait_s: float) -> None:
+        """Ask until the process ``pid`` doesn't answer any more.
+
+        Raises:
+            UnhealthyError: it still does.
+        """
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                if self.status().get("pid") != pid:
+                    return
+            except DaemonUnreachableError:
+                return
+            if time.monotonic() > deadline:
+                raise UnhealthyError(f"the node at {self.address} is still there after {wait_s:g} s")
+            time.sleep(_PAUSE_S)
+
     def lines(self, path: str, *, silence_s: float) -> Iterator[bytes]:
         """GET a stream and yield its lines until it ends; ``silence_s`` bounds the wait for each."""
         with self._open("GET", path, timeout_s=silence_s) as response:
@@ -154,21 +297,27 @@ class NodeClient:
         method: str,
         path: str,
         *,
-        body: bytes | None = None,
         unwell_is_fine: bool = False,
         timeout_s: float | None = None,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
-        """Send one request, with credentials where they are needed, and hand out the good answer."""
+        """Send one request, with credentials where they are needed, and hand out the good answer.
+
+        A POST changes the node, but for one that only asks for actions.
+        """
         connection = self._connection(path, timeout_s or self._timeout_s)
+        asked = _Asked(method, path, body, headers or {})
         try:
-            key = self._swarm_key or self._known_token() if method == "GET" else self._key_for_changes()
+            changes = method != "GET" and not path.startswith(_ASKS)
+            key = self._key_for_changes() if changes else self._swarm_key or self._known_token()
             if path == _HEALTH or path.startswith(_TARGET):
                 key = None  # open to everybody
-            response = self._send(connection, method, path, key, body)
+            response = self._send(connection, asked, key)
             if response.status == 401 and key is None and (key := self._token_nearby()) is not None:
                 response.read()
                 connection.close()
-                response = self._send(connection, method, path, key, body)
+                response = self._send(connection, asked, key)
             if response.status >= 300 and not (unwell_is_fine and response.status == 503):
                 raise self._refusal(response)
             yield response
@@ -191,21 +340,17 @@ class NodeClient:
         return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
 
     def _send(
-        self,
-        connection: http.client.HTTPConnection,
-        method: str,
-        path: str,
-        key: bytes | None,
-        body: bytes | None,
+        self, connection: http.client.HTTPConnection, asked: _Asked, key: bytes | None
     ) -> http.client.HTTPResponse:
-        headers = _signature(key, method, path, self._target_for(key)) if key else {}
-        if self._operator is not None and method == "POST" and key is not None and key == self._swarm_key:
+        signed = _signature(key, asked.method, asked.path, self._target_for(key)) if key else {}
+        changes = asked.method == "POST" and not asked.path.startswith(_ASKS)
+        if self._operator is not None and changes and key is not None and key == self._swarm_key:
             from p2pdrl.transport.auth import OPERATOR_HEADER, operator_payload
 
             signer = self._operator.signer
-            signature = signer.sign(operator_payload(headers["P2PDRL-Mac"]))
-            headers[OPERATOR_HEADER] = f"{signer.public_key.hex()}.{signature.hex()}"
-        connection.request(method, path, body=body, headers=headers)
+            signature = signer.sign(operator_payload(signed["P2PDRL-Mac"]))
+            signed[OPERATOR_HEADER] = f"{signer.public_key.hex()}.{signature.hex()}"
+        connection.request(asked.method, asked.path, body=asked.body, headers={**asked.headers, **signed})
         return connection.getresponse()
 
     def _target_for(self, key: bytes) -> str:
@@ -302,6 +447,38 @@ class NodeClient:
             f"no node answers at {self.address} ({why.lower()}): start one with `p2pdrl node`, "
             "or name its address with --api HOST:PORT or P2PDRL_API"
         )
+
+
+def _events(content: object) -> list[dict[str, Any]]:
+    if not isinstance(content, list):
+        return []
+    return [event for event in content if isinstance(event, dict) and isinstance(event.get("seq"), int)]
+
+
+def _check_in_force(found: dict[str, Any], record: tuple[Any, Any]) -> None:
+    if (found.get("epoch"), found.get("proposer")) == record:
+        return
+    what, protocol = _plain(found.get("mode") or "?", 40), _plain(found.get("protocol") or "", 40)
+    what += f": {protocol}" if protocol and protocol.replace("_", "-") != what else ""
+    raise P2PDRLError(
+        f"another mode was proposed at the same time and counts: {what} by "
+        f"{_plain(found.get('proposer_name', '?'), 64)} (epoch {_plain(found.get('epoch'), 20)}); look with "
+        "`p2pdrl mode show`, then set yours again"
+    )
+
+
+def _why_not(member: dict[str, Any], epoch: object) -> str:
+    name = _plain(member.get("name", "?"), 64)
+    if member.get("state") == "unheard":
+        return f"{name} hasn't been heard of"
+    if member.get("epoch") == epoch:
+        return f"{name} can't run it (see its `p2pdrl status`)"
+    return f"{name} is at epoch {_plain(member.get('epoch'), 20)}"
+
+
+def _plain(text: object, longest: int) -> str:
+    """Return text from elsewhere in one line that can be printed."""
+    return "".join(c if c.isprintable() else "?" for c in str(text)[:longest])
 
 
 def _write(out: IO[bytes], piece: bytes) -> int:

@@ -1,0 +1,62 @@
+"""Finds and reads the checkpoint that a caller names: a file, a folder of a node's, or a running node."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from p2pdrl.api.client import NodeClient
+from p2pdrl.errors import CheckpointError
+from p2pdrl.tensors.checkpoint import Checkpoint, from_bytes
+
+__all__ = ["read_checkpoint"]
+
+LAST, BEST = "last.safetensors", "best.safetensors"
+DOWNLOAD_S = 60.0
+
+
+def read_checkpoint(
+    source: str | Path,
+    *,
+    best: bool = False,
+    swarm_key_file: str | Path | None = None,
+    data_dir: str | Path | None = None,
+) -> Checkpoint:
+    """Read the checkpoint that `library.policy.load` loads, with its arguments.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        DaemonUnreachableError: no node answers there.
+    """
+    path = Path(source).expanduser()
+    if path.exists():
+        file = _in_folder(path, best=best) if path.is_dir() else path
+        try:
+            return from_bytes(file.read_bytes())
+        except OSError as error:
+            raise CheckpointError(f"can't read the checkpoint {file}: {error.strerror}") from error
+    if isinstance(source, Path) or ":" not in source or path.suffix == ".safetensors":
+        raise CheckpointError(f"there is no checkpoint or folder {source}; a node is named HOST:PORT")
+    client = NodeClient.at(
+        str(source), swarm_key_file=swarm_key_file, data_dir=data_dir, timeout_s=DOWNLOAD_S
+    )
+    data = io.BytesIO()
+    client.download("/v1/checkpoint", data)
+    return from_bytes(data.getvalue())
+
+
+def _in_folder(folder: Path, *, best: bool = False) -> Path:
+    """Return the checkpoint in a node's data folder or a folder of checkpoints, of several tasks the newest.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    name = BEST if best else LAST
+    found = [
+        file for pattern in (name, f"*/{name}", f"checkpoints/*/{name}") for file in folder.glob(pattern)
+    ]
+    if not found:
+        raise CheckpointError(
+            f"there is no {name} in {folder}: is it a node's data folder, and has it saved yet?"
+        )
+    return max(found, key=lambda file: file.stat().st_mtime)
