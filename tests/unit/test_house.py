@@ -14,8 +14,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 import p2pdrl
 from p2pdrl.config import describe
+
+pytestmark = pytest.mark.xdist_group("house")  # so that one worker alone reads the package
 
 ROOT = Path(p2pdrl.__file__).parent
 

@@ -19,6 +19,16 @@ SMALLEST = 36
 """Side of a picture in pixels that leaves the third convolution one pixel to give."""
 
 
+def _last_side(side: int) -> int:
+    """Side in pixels of what the third convolution gives for pictures of ``side``.
+
+    Sending a tensor without data through the layers would have torch load its compiler, for a second.
+    """
+    for kernel, stride in ((8, 4), (4, 2), (3, 1)):
+        side = (side - kernel) // stride + 1
+    return side
+
+
 class NatureCNN(Trunk):
     """Three convolutions and dense layers, relu between them.
 
@@ -48,7 +58,7 @@ class NatureCNN(Trunk):
             nn.ReLU(),
             nn.Flatten(),
         )
-        flat = self.convolutions(torch.empty(1, channels, height, width, device="meta")).shape[1]
+        flat = 64 * _last_side(height) * _last_side(width)
         self.dense = mlp((flat, *hidden), "relu")
         self.features = hidden[-1] if hidden else flat
 

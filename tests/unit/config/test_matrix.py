@@ -47,8 +47,8 @@ def test_no_combination_is_missing():
     assert [cell.names for cell in CELLS] == expected
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(cell.names))
-def test_what_the_matrix_says_is_what_a_configuration_is_told(cell):
+def differences(cell):
+    """Where a configuration of the cell is told something else than the matrix says."""
     if cell.problem is not None and not cell.problem.key:
         return  # no configuration can ask for it
     nodes = [NODES[cell.placement]]
@@ -57,11 +57,14 @@ def test_what_the_matrix_says_is_what_a_configuration_is_told(cell):
         nodes = [ONLY_ACTS] if isinstance(cell.algorithm, RegressionConfig) else [*nodes, ONLY_ACTS]
     for node in nodes:
         found = told(cell, node)
-        if cell.problem is None:
-            assert found == []
-        else:
-            assert cell.problem in found
-            assert len(cell.problem.message) > 30
+        agree = found == [] if cell.problem is None else cell.problem in found
+        if not agree or (cell.problem is not None and len(cell.problem.message) <= 30):
+            yield f"{' · '.join(cell.names)}: the matrix says {cell.problem}, a configuration is told {found}"
+
+
+def test_what_the_matrix_says_is_what_a_configuration_is_told():
+    wrong = [difference for cell in CELLS for difference in differences(cell)]
+    assert not wrong, "\n".join(["", *wrong])
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -88,7 +88,7 @@ def test_time_is_what_steps_and_gradients_cost(virtual):
 def test_a_seed_gives_one_course(virtual, strategy):
     courses = []
     for _ in range(2):
-        swarm = swarm_of(virtual, 3, f"task.strategy.name={strategy}")
+        swarm = swarm_of(virtual, 3, f"task.strategy.name={strategy}", "task.stop.env_steps=1000")
         swarm.run(1000.0)
         courses.append((swarm.judged, [learner.updates for learner in swarm.learners], swarm.bytes_per_node))
     assert courses[0] == courses[1]
@@ -109,13 +109,13 @@ def test_nodes_see_worlds_of_their_own_and_begin_with_one_policy(virtual):
 
 
 def test_averaged_gradients_keep_replicas_equal(virtual):
-    swarm = swarm_of(virtual, 3, "task.strategy.name=grad_average", "task.stop.env_steps=6000")
+    swarm = swarm_of(virtual, 3, "task.strategy.name=grad_average", "task.stop.env_steps=4200")
     apart = []
 
     async def plan(running):
         await asyncio.sleep(2.0)  # a group is agreed on by then
         while True:
-            await asyncio.sleep(0.07)
+            await asyncio.sleep(0.023)
             vectors = [learner.now() for learner in running.learners]
             apart.append(max(np.abs(vectors[0] - other).max() for other in vectors[1:]))
 
