@@ -52,10 +52,11 @@ __all__ = ["export"]
 def export(
     checkpoint: Path | None, peer: str | None, form: str | None, as_json: bool, **options: Any
 ) -> None:
-    """Write a policy as a file that runs without p2pdrl: ONNX or PyTorch.
+    """Write a policy as a file that runs without p2pdrl.
 
-    CHECKPOINT is a .safetensors file, or a node's data folder. What stands between an environment and the
-    network is inside: normalisation, the scaling of images, action masks. ONNX wants the `onnx` extra.
+    CHECKPOINT is a .safetensors file, or a node's data folder. The file is for ONNX or PyTorch, and what
+    stands between an environment and the network is inside: normalisation, the scaling of images, action
+    masks. ONNX wants the `onnx` extra.
     """
     if (checkpoint is None) == (peer is None):
         raise click.UsageError("name either a CHECKPOINT or --peer HOST:PORT")

@@ -273,7 +273,12 @@ def train(
     _require_usable(given)
     named, entries = _with_entries(given)
     address, listen = _addresses(named.pop("node.listen", None))
-    named |= _permissions(resolve(files=files, flags=named, environ=os.environ), entries)
+    resolved = resolve(files=files, flags=named, environ=os.environ)
+    if (entry := env_entry(resolved.config.task.env.id)) is not None:  # a file names it
+        named["task.env.id"] = entry
+        entries.append(entry)
+        resolved = resolve(files=files, flags=named, environ=os.environ)
+    named |= _permissions(resolved, entries)
     resolved = resolve(files=files, flags=named, environ=os.environ)
     require_runnable(resolved.config.task, resolved.config)
     arguments = [part for file in files for part in ("--config", file)]

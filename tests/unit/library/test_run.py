@@ -153,6 +153,18 @@ def test_what_is_given_reaches_the_node(plan, tmp_path, monkeypatch):
     assert argv[argv.index("--name") + 1] == "own"
 
 
+def test_a_name_in_a_file_stands_for_what_is_registered(plan, tmp_path, monkeypatch):
+    monkeypatch.setattr(names, "_environments", {})
+    (tmp_path / "own_rod.py").write_text("class Rod: pass\n")
+    (tmp_path / "rod.toml").write_text('[task.env]\nid = "Rod-v0"\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    p2pdrl.register_env("Rod-v0", "own_rod:Rod")
+    with p2pdrl.train(tmp_path / "rod.toml") as run:
+        argv = given(run)["argv"]
+    assert 'task.env.id="own_rod:Rod"' in argv
+    assert 'node.imports=["own_rod:Rod"]' in argv
+
+
 @pytest.mark.parametrize(
     ("options", "word"),
     [
