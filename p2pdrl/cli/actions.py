@@ -9,9 +9,9 @@ from urllib.parse import urlencode
 import click
 
 from p2pdrl.cli.formats import clean
-from p2pdrl.cli.operators import command_swarm
 from p2pdrl.cli.options import Target, api_options, command_options, json_option
 from p2pdrl.errors import P2PDRLError
+from p2pdrl.library.commands import command_swarm
 
 if TYPE_CHECKING:
     from p2pdrl.membership.swarm_records import SwarmRecords

@@ -20,10 +20,10 @@ from p2pdrl.cli.formats import (
     percent,
     scientific,
 )
-from p2pdrl.cli.operators import command_swarm
 from p2pdrl.cli.options import Target, api_options, command_options, json_option
 from p2pdrl.cli.status import show_again, watchable
 from p2pdrl.config.schedules import MAX_STAGES
+from p2pdrl.library.commands import command_swarm
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -6,17 +6,15 @@ signatures as a node would, signs the next one here, and gives that to the node 
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from p2pdrl.cli.formats import clean
 from p2pdrl.cli.options import Target, api_options, command_options, json_option
-from p2pdrl.errors import P2PDRLError, UsageError, WireError
+from p2pdrl.errors import P2PDRLError, UsageError
+from p2pdrl.library.commands import sign_record, signing_operator, told_records
 
 if TYPE_CHECKING:
     from p2pdrl.api.client import NodeClient
@@ -24,84 +22,7 @@ if TYPE_CHECKING:
     from p2pdrl.membership.operators import Operator
     from p2pdrl.membership.swarm_records import SwarmRecords
 
-__all__ = ["command_swarm", "operators"]
-
-Setting = Callable[["SwarmRecords", str], tuple[str, Any]]
-"""``(records, who signs, in words)`` → key and value of the record that is to be written."""
-
-
-def command_swarm(target: Target, client: NodeClient, path: str, setting: Setting) -> dict[str, Any]:
-    """Change something of the whole swarm; return ``epoch`` and ``proposer`` of the record that says so.
-
-    Args:
-        path: what is posted where the swarm has no operators: the node signs then.
-        setting: what an operator signs otherwise.
-
-    Raises:
-        P2PDRLError: the operator's key isn't there, or isn't one of this swarm; what the node tells can't be
-            believed; or it refuses.
-    """
-    records = _records(target, client)
-    if not records.roots:
-        return client.post(path)
-    operator = _operator(target, client, records)
-    key, value = setting(records, operator.public.words)
-    return _sign(client, records, operator, key, value)
-
-
-def _sign(
-    client: NodeClient, records: SwarmRecords, operator: OperatorKey, key: str, value: Any
-) -> dict[str, Any]:
-    import msgspec
-
-    try:
-        record = records.compose(key, value, operator.signer, time.time())
-    except ValueError as error:
-        raise P2PDRLError(f"that is more than a record holds: {error}") from error
-    return client.post("/v1/records", msgspec.msgpack.encode(record))
-
-
-def _records(target: Target, client: NodeClient) -> SwarmRecords:
-    """What the node knows, checked by our own copy of the swarm's key where we have one."""
-    from p2pdrl.membership.identity import verify
-    from p2pdrl.membership.swarm_records import records_told
-
-    keys = target.keys()
-    try:
-        records = records_told(client.get("/v1/records"), () if keys is None else keys.operators, verify)
-    except (ValueError, WireError) as error:
-        raise P2PDRLError(f"what the node at {client.address} tells can't be believed: {error}") from error
-    if keys is not None and records.swarm_id != keys.swarm_id:
-        raise UsageError(
-            f"the node at {client.address} is of swarm {clean(records.swarm_id, 20)}, the key file's is "
-            f"{keys.swarm_id}"
-        )
-    return records
-
-
-def _operator(target: Target, client: NodeClient, records: SwarmRecords) -> OperatorKey:
-    """The key to sign with: as named, else beside the swarm's key, of which a node of this machine tells.
-
-    Raises:
-        P2PDRLError: there is none, or it is of nobody who may.
-    """
-    if target.operator_path is None and client.on_this_machine:
-        beside = client.get("/v1/config")["node"].get("swarm_key_file")
-        target = dataclasses.replace(target, key_file=beside if isinstance(beside, str) else None)
-    found = target.operator()
-    names = ", ".join(operator.words for operator in records.operators)
-    if found is None:
-        where = target.operator_path
-        looked = "name it with --operator FILE or P2PDRL_OPERATOR"
-        if where is not None:
-            looked = f"none is at {where}, where it is looked for; {looked}"
-        raise P2PDRLError(f"only operators command this swarm ({names}), and their key is missing: {looked}")
-    if records.operator(found.public.id) is None:
-        raise P2PDRLError(
-            f"{target.operator_path} is the key of {found.public.words}, who is no operator of this swarm; "
-            f"its are: {names}"
-        )
-    return found
+__all__ = ["operators"]
 
 
 @click.group()
@@ -173,7 +94,7 @@ def remove(target: Target, who: str) -> None:
         raise P2PDRLError(f"{clean(who, 64)} names {len(found)} of those that could be removed: {known}")
     for record in records.all():
         if record.proposer == found[0].id and record.key != "halt":
-            _sign(client, records, operator, record.key, records.value(record.key))
+            sign_record(client, records, operator, record.key, records.value(record.key))
     _list(client, records, operator, [named for named in _named(records) if named != found[0]])
     click.echo(f"{found[0].words} commands no more")
 
@@ -200,13 +121,13 @@ def read_public(text: str) -> Operator:
 
 
 def _by_root(target: Target, client: NodeClient) -> tuple[SwarmRecords, OperatorKey]:
-    records = _records(target, client)
+    records = told_records(target, client)
     if not records.roots:
         raise P2PDRLError(
             "the swarm's key names no operators, so there is nobody who could name others; "
             "`p2pdrl key rotate FILE --add-operator KEY:NAME` names the first"
         )
-    operator = _operator(target, client, records)
+    operator = signing_operator(target, client, records)
     if all(root.public_key != operator.signer.public_key for root in records.roots):
         names = ", ".join(root.words for root in records.roots)
         raise P2PDRLError(f"{operator.public.words} can't change this, root operators can: {names}")
@@ -222,4 +143,4 @@ def _list(client: NodeClient, records: SwarmRecords, operator: OperatorKey, name
 
     if len(named) > MAX_OPERATORS:
         raise P2PDRLError(f"{MAX_OPERATORS} operators can be named beside the roots: remove one first")
-    _sign(client, records, operator, "operators", OperatorsSetting(tuple(named)))
+    sign_record(client, records, operator, "operators", OperatorsSetting(tuple(named)))

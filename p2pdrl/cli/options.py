@@ -5,15 +5,11 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import click
 
-if TYPE_CHECKING:
-    from p2pdrl.api.client import NodeClient
-    from p2pdrl.api.keyfile import OperatorKey, SwarmKeys
+from p2pdrl.library.commands import Target
 
 __all__ = [
     "Span",
@@ -27,63 +23,6 @@ __all__ = [
 ]
 
 Command = Callable[..., Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The node that a command talks to, as named on the command line; see `api_options`."""
-
-    api: str
-    key_file: str | None
-    data_dir: str | None
-    operator_file: str | None = None
-
-    def client(self, timeout_s: float = 5.0) -> NodeClient:
-        """Make the client.
-
-        Raises:
-            UsageError: a bad address, key file or token.
-        """
-        from p2pdrl.api.client import NodeClient
-
-        operator = None if self.key_file is None else self.operator()
-        return NodeClient.at(
-            self.api,
-            swarm_key_file=self.key_file,
-            data_dir=self.data_dir,
-            operator=operator,
-            timeout_s=timeout_s,
-        )
-
-    def keys(self) -> SwarmKeys | None:
-        """The swarm's key, if a file of it is named.
-
-        Raises:
-            UsageError: a bad file.
-        """
-        from p2pdrl.api.keyfile import read_swarm_keys
-
-        return None if self.key_file is None else read_swarm_keys(self.key_file)
-
-    @property
-    def operator_path(self) -> Path | None:
-        """Where an operator's key is looked for: as named, else beside the swarm's key."""
-        if self.operator_file is not None:
-            return Path(self.operator_file).expanduser()
-        return None if self.key_file is None else Path(f"{self.key_file}.operator").expanduser()
-
-    def operator(self) -> OperatorKey | None:
-        """The operator's key; None where there is none.
-
-        Raises:
-            UsageError: a bad file, or the one that was named isn't there.
-        """
-        from p2pdrl.api.keyfile import read_operator_key
-
-        path = self.operator_path
-        if path is None or (self.operator_file is None and not path.exists()):
-            return None
-        return read_operator_key(path)
 
 
 def api_options(command: Command) -> Command:

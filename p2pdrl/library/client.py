@@ -19,10 +19,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from p2pdrl.api.client import NodeClient
 from p2pdrl.atomic import storage_error
 from p2pdrl.config import mode as modes
 from p2pdrl.errors import DaemonUnreachableError, UsageError
+from p2pdrl.library.commands import Target, command_swarm
+from p2pdrl.node.settings import MODE, PAUSE, ModeSetting, PauseSetting
 
 __all__ = [
     "Client",
@@ -191,6 +192,8 @@ class Client:
         token: the node's local token, 64 hex digits; else that in ``P2PDRL_TOKEN``.
         data_dir: the node's data folder, where its token is.
         swarm_key_file: the swarm's key.
+        operator_file: an operator's key, which signs what is for the whole swarm where that has operators;
+            else the one beside the swarm's key.
         timeout_s: longest wait for a connection, and for each piece of an answer.
 
     Raises:
@@ -207,15 +210,15 @@ class Client:
         token: str | None = None,
         data_dir: str | Path | None = None,
         swarm_key_file: str | Path | None = None,
+        operator_file: str | Path | None = None,
         timeout_s: float = 5.0,
     ) -> None:
-        def made(seconds: float) -> NodeClient:
-            return NodeClient.at(
-                address, token=token, data_dir=data_dir, swarm_key_file=swarm_key_file, timeout_s=seconds
-            )
+        def text(file: str | Path | None) -> str | None:
+            return None if file is None else str(file)
 
-        self._node = made(timeout_s)
-        self._patient = made(max(timeout_s, CHECKPOINT_S))
+        self._target = Target(address, text(swarm_key_file), text(data_dir), text(operator_file), token)
+        self._node = self._target.client(timeout_s)
+        self._patient = self._target.client(max(timeout_s, CHECKPOINT_S))
         self._takes: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
@@ -271,20 +274,33 @@ class Client:
             P2PDRLError: somebody doesn't follow in time, or another proposal won.
         """
         sets = [f"{key}={_option(value)}" for key, value in options.items()]
-        words = modes.mode_words(modes.strategy_from(mode, sets))
+        strategy = modes.strategy_from(mode, sets)
+        words = modes.mode_words(strategy)
         query = urlencode([("mode", mode), *(("set", one) for one in sets)])
-        record = self._node.post(f"/v1/mode?{query}")
+        record = command_swarm(
+            self._target,
+            self._node,
+            f"/v1/mode?{query}",
+            lambda _records, _by: (MODE, ModeSetting.of(strategy)),
+        )
         if wait_s:
             self._node.wait_for_mode(words, (record.get("epoch"), record.get("proposer")), wait_s)
         return self.mode()
 
     def pause(self, *, swarm: bool = False) -> None:
         """Stop training, on this node or in the whole swarm; membership goes on."""
-        self._node.post(f"/v1/pause?scope={'swarm' if swarm else 'node'}")
+        self._hold("pause", paused=True, swarm=swarm)
 
     def resume(self, *, swarm: bool = False) -> None:
         """Train again after a pause."""
-        self._node.post(f"/v1/resume?scope={'swarm' if swarm else 'node'}")
+        self._hold("resume", paused=False, swarm=swarm)
+
+    def _hold(self, word: str, *, paused: bool, swarm: bool) -> None:
+        if not swarm:
+            self._node.post(f"/v1/{word}?scope=node")
+            return
+        path = f"/v1/{word}?scope=swarm"
+        command_swarm(self._target, self._node, path, lambda _records, _by: (PAUSE, PauseSetting(paused)))
 
     def roles(self) -> dict[str, list[str]]:
         """Return what each living member does, by its name: ``actor``, ``learner``, ``replay``, ``server``.
