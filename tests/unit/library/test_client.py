@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import numpy as np
 import pytest
 
 import p2pdrl
+from p2pdrl.api.keyfile import read_operator_key, read_swarm_keys, write_operator_key, write_swarm_key
 from p2pdrl.errors import ConfigError, DaemonUnreachableError, P2PDRLError, UnhealthyError, UsageError
+from p2pdrl.membership.identity import verify
+from p2pdrl.membership.records import Verifier
+from p2pdrl.membership.swarm_records import SwarmRecords
 from p2pdrl.rl.inference import PolicyInference
 from p2pdrl.tensors.observation_rows import rows_of_arrays
 
@@ -71,6 +76,25 @@ def test_the_mode_is_set_and_waited_for(client, served):
     served.node.mode_state["members"] = []
     with pytest.raises(P2PDRLError, match="not everybody is in mode"):
         client.set_mode("gossip", wait_s=0.1)
+
+
+def test_what_is_for_the_whole_swarm_is_signed_by_its_operator(served, tmp_path):
+    key = tmp_path / "swarm.key"
+    write_swarm_key(key, [write_operator_key(tmp_path / "alice.operator", "alice").public])
+    keys, alice = read_swarm_keys(key), read_operator_key(tmp_path / "alice.operator")
+    served.node.swarm_keys = keys.good(time.time())
+    held = served.node.swarm_records = SwarmRecords(Verifier(keys.swarm_id, verify), keys.operators)
+    held.follow("ab" * 16)
+    with pytest.raises(P2PDRLError, match="only operators command this swarm"):
+        p2pdrl.Client(served.address, swarm_key_file=key).pause(swarm=True)
+    node = p2pdrl.Client(served.address, swarm_key_file=key, operator_file=tmp_path / "alice.operator")
+    node.pause(swarm=True)
+    node.set_mode("local", wait_s=0)
+    assert {name: held.get(name).proposer for name in ("pause", "mode")} == {
+        "pause": alice.public.id,
+        "mode": alice.public.id,
+    }
+    assert served.node.done == ["record pause", "record mode"]
 
 
 def test_roles_are_shown_and_set(client, served):
