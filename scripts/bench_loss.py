@@ -18,7 +18,6 @@ import random
 import statistics
 from typing import NamedTuple
 
-import looptime
 import numpy as np
 
 from p2pdrl.config.strategy import (
@@ -32,6 +31,7 @@ from p2pdrl.config.strategy import (
 )
 from p2pdrl.testing.memory_transport import MemoryNetwork
 from p2pdrl.testing.virtual_swarm import SimNode, SimSwarm
+from p2pdrl.testing.virtual_time import VirtualTimeLoop
 
 STRATEGIES: dict[str, StrategyConfig] = {
     "grad_average": GradAverageConfig(),
@@ -109,7 +109,7 @@ def _noting(node: SimNode, times_s: list[float], loop: asyncio.AbstractEventLoop
 
 def run(config: StrategyConfig, fault: str, share: float, seed: int, options: Options) -> Seen:
     """The same on a loop of its own, whose time passes as soon as nothing is to be done."""
-    loop = looptime.new_event_loop(_enabled=True)
+    loop = VirtualTimeLoop(waits=True)
     try:
         return loop.run_until_complete(watch(config, fault, share, seed, options))
     finally:

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from p2pdrl.testing.virtual_time import VirtualTimeLoop
+
 from .spinning import SpinGuard
 
-_FDS = Path("/proc/self/fd")
-_GPU = Path("/dev/nvidiactl")
+_FDS = "/proc/self/fd"
+_KINDS = ("socket:",) if Path("/dev/nvidiactl").exists() else ("socket:", "pipe:")
+"""What is looked for; with a GPU no pipes: its driver opens some, for good."""
+_CHILDREN = f"/proc/self/task/{os.getpid()}/children"
+_PROC = Path(_FDS).exists() and Path(_CHILDREN).exists()
+# Workers, nodes and their children share a few processors: a second thread of each costs more than it brings,
+# and what is compiled once needn't be compiled again by each of hundreds of processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 BUSY_S = 5.0
 AT_ONCE = 100_000
-_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children")
 
 
 def pytest_configure() -> None:
@@ -29,32 +41,37 @@ def pytest_configure() -> None:
     settings.load_profile("p2pdrl")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let virtual time go on as soon as nothing is left to run.
+def is_virtual(item: pytest.Item) -> bool:
+    """Whether a test wants virtual time: it is marked ``looptime``, and not ``looptime(False)``."""
+    mark = item.get_closest_marker("looptime")
+    return mark is not None and mark.args != (False,)
 
-    By default the loop goes round 42 times before, in vain: that took most of the time of these tests.
-    """
-    for item in items:
-        if item.get_closest_marker("looptime"):
-            item.add_marker(pytest.mark.looptime(noop_cycles=1))
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The loop that an asynchronous test and its fixtures run on."""
+    if is_virtual(item):
+        return {"virtual": functools.partial(VirtualTimeLoop, waits=True)}
+    return {"real": asyncio.new_event_loop}
 
 
 def _open_things() -> set[str]:
-    """Sockets and pipes that are open now, by inode; with a GPU no pipes: its driver opens some, for good."""
-    kinds = ("socket:",) if _GPU.exists() else ("socket:", "pipe:")
+    """Sockets and pipes that are open now, by inode."""
     things = set()
-    for entry in _FDS.iterdir() if _FDS.exists() else ():
+    for entry in os.listdir(_FDS) if _PROC else ():  # noqa: PTH208 - before and after each of 10,000 tests
         try:
-            target = str(entry.readlink())
+            target = os.readlink(f"{_FDS}/{entry}")  # noqa: PTH115
         except OSError:
             continue
-        if target.startswith(kinds):
+        if target.startswith(_KINDS):
             things.add(target)
     return things
 
 
 def _children() -> set[str]:
-    return set(_CHILDREN.read_text().split()) if _CHILDREN.exists() else set()
+    if not _PROC:
+        return set()
+    with open(_CHILDREN) as file:  # noqa: PTH123
+        return set(file.read().split())
 
 
 @pytest.fixture(autouse=True)
@@ -65,9 +82,9 @@ def no_leaks() -> Iterator[None]:
     yield
     left_children = _children() - children
     assert not left_children, f"child processes left behind: {left_children}"
-    if _open_things() - things:
+    if left := _open_things() - things:
         gc.collect()
-    left = _open_things() - things
+        left = _open_things() - things
     assert not left, f"left open: {left}"
     left_threads = {
         thread for thread in set(threading.enumerate()) - threads if thread.is_alive() and not thread.daemon
@@ -79,7 +96,7 @@ def no_leaks() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_spinning(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test on virtual time whose loop doesn't go on, rather than wait for it."""
-    if request.node.get_closest_marker("looptime") is None:
+    if not is_virtual(request.node):
         yield
         return
     with SpinGuard(BUSY_S, AT_ONCE):

@@ -32,7 +32,8 @@ Json = Any
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Let one worker run all of these: real nodes on two cores don't bear each other's company."""
-    ours = [item for item in items if Path(__file__).parent in item.path.parents]
+    here = f"{Path(__file__).parent}{os.sep}"
+    ours = [item for item in items if str(item.path).startswith(here)]
     for item in ours:
         item.add_marker(pytest.mark.xdist_group("real processes"))
     yield

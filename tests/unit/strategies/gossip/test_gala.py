@@ -338,6 +338,6 @@ async def test_pushes_in_threads(make):
     swarm = make(3, config(compression="bf16"), rate=0.0, delay_s=(0.0, 0.001), size=LONG)
     first = spread(swarm.nodes)
     await start(swarm)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while spread(swarm.nodes) > 0.1 * first:  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.01)
