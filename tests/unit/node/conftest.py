@@ -33,6 +33,7 @@ from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
 from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.children.restarts import RestartPolicy
 from p2pdrl.node.context import NodeContext
+from p2pdrl.node.drift import DriftWatch
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.record_follower import RecordFollower
 from p2pdrl.telemetry.rate import RateMeter
@@ -140,8 +141,10 @@ class FakeTraining:
         self.board = board
         self.policy_version = 42
         self.outcomes = {"ok": 3, "busy": 1, "answered": 7}
-        quarantine = SimpleNamespace(total=0, held=lambda now_s: self.held)
-        self.swarm = SimpleNamespace(quarantine=quarantine)
+        quarantine = SimpleNamespace(
+            total=0, held=lambda now_s: self.held, holds=lambda node, now_s: node in self.held
+        )
+        self.swarm = SimpleNamespace(quarantine=quarantine, drift=DriftWatch(), trust=lambda node: 1.0)
         self.held: tuple[str, ...] = ()
         self.adoptions = SimpleNamespace(seconds=0.0)
         self.windows: list[int] = []

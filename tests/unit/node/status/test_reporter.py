@@ -30,7 +30,7 @@ ROW = (
     "name id address state state_reason incarnation rtt_s last_seen_s policy_version env_steps steps_per_s "
     "mean_return episodes_in_window staleness bytes_in bytes_out consensus_distance loop_lag_s rss_bytes "
     "healthy reasons device learner_restarts report_age_s self training_state mode_epoch strategy role "
-    "trains collects stage bubble roles reach relays"
+    "trains collects stage bubble roles reach relays quarantined pull_weight"
 )
 STATUS_KEYS, ROW_KEYS = set(STATUS.split()), set(ROW.split())
 B, C, D, E, F, G = map(node_id, range(11, 17))
