@@ -52,6 +52,7 @@ class Still(gym.Env[Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
+        self.observation_space.seed(0 if seed is None else seed)
         return self.observation_space.sample(), self._info
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
