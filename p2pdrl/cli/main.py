@@ -51,6 +51,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "operators": ("p2pdrl.cli.operators:operators", "Show who may command the swarm, or change that."),
     "presets": ("p2pdrl.cli.presets:presets", "List the presets, which --config takes by name."),
     "config": ("p2pdrl.cli.config:config", "Show, check or write a configuration."),
+    "completion": (
+        "p2pdrl.cli.completion:completion",
+        "Print the script that completes commands in a shell.",
+    ),
 }
 """Name of each command: where it is, and its line in ``--help``."""
 

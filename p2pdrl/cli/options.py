@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import click
 
+from p2pdrl.cli.completion import complete_presets
 from p2pdrl.library.commands import Target
 
 __all__ = [
@@ -76,8 +77,8 @@ def config_options(command: Command) -> Command:
         help="Set one key, such as task.env.num_envs=16. Repeatable.",
     )(command)  # fmt: skip
     return click.option(
-        "--config", "files", multiple=True, metavar="FILE|PRESET",
-        help="A TOML file, or the name of a preset (see `p2pdrl config presets`). Repeatable.",
+        "--config", "files", multiple=True, metavar="FILE|PRESET", shell_complete=complete_presets,
+        help="A TOML file, or the name of a preset (see `p2pdrl presets`). Repeatable.",
     )(command)  # fmt: skip
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import subprocess
 import sys
+import time
 from datetime import datetime
 
 import pytest
@@ -246,3 +248,43 @@ def test_who_joins_a_swarm_that_is_done_ends_without_training(swarm, wait_until)
     assert "halted" in kinds, kinds
     assert "training" not in kinds, kinds
     assert (late.data / "summary.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_nodes_that_start_in_any_order_found_one_swarm(swarm, wait_until, seed):
+    """Each is told of all; some are frozen while they come up, some are killed and start again."""
+    rng = random.Random(seed)
+    ports = [free_port() for _ in range(5)]
+    seeds = [part for port in ports for part in ("--peers", f"127.0.0.1:{port}")]
+    nodes = {}
+    for number in rng.sample(range(5), 5):
+        name = f"n{number}"
+        stop = ["--set", f"task.stop.env_steps={5_000_000 + number}"]
+        nodes[name] = swarm.start(name, *PACE, *stop, *seeds, port=ports[number])
+        time.sleep(rng.choice([0.0, 0.3, 2.0]))
+    frozen = rng.sample(sorted(nodes), 2)
+    for name in frozen:
+        nodes[name].signal(signal.SIGSTOP)
+    again = rng.choice(sorted(nodes.keys() - frozen))
+    time.sleep(rng.uniform(0.5, 8.0))
+    nodes[again].kill9()
+    time.sleep(rng.uniform(0.0, 4.0))
+    number = int(again[1:])
+    stop = ["--set", f"task.stop.env_steps={5_000_000 + number}"]
+    nodes[again] = swarm.start(again, *PACE, *stop, *seeds, port=ports[number], data=nodes[again].data)
+    time.sleep(rng.uniform(0.0, 6.0))
+    for name in frozen:
+        nodes[name].signal(signal.SIGCONT)
+    swarm.training(*nodes.values(), timeout_s=150)
+
+    def agreed():
+        found = [node.status() for node in nodes.values()]
+        return (
+            len({(one["lineage"], one["stop"]["env_steps"], one["members"]["alive"]) for one in found}) == 1
+        )
+
+    wait_until(agreed, 60, "one swarm, with one stop condition, in which all five live")
+    for node in nodes.values():
+        assert node.text().count('"kind": "founded"') <= 1, f"{node.name} founded twice on one data folder"
