@@ -26,6 +26,7 @@ from p2pdrl.transport.protocol import Address
 
 __all__ = [
     "LINEAGE_KEYS",
+    "MAX_EPOCH",
     "MAX_FIRST_EPOCH",
     "MAX_TAGS",
     "RECORD_KEYS",

@@ -519,7 +519,8 @@ class Membership:
             if not (says_left and record.incarnation == held.record.incarnation):
                 return
         self.verifier.check_member(record, self.wall())
-        refusal = None if record.state == "left" else refuse_address(record.address, told_by)
+        # an answer of its own may bring the news that it left, and is answered; everybody tells of that
+        refusal = refuse_address(record.address, "" if record.state == "left" else told_by)
         if refusal is not None:
             raise BadRecordError(400, refusal)
         if held is None:

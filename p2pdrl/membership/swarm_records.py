@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from p2pdrl.ids import founded_by
 from p2pdrl.membership.identity import Signer, Verify
@@ -31,6 +32,7 @@ from p2pdrl.membership.messages import SwarmEntry
 from p2pdrl.membership.operators import Ban, BansSetting, Operator, OperatorsSetting
 from p2pdrl.membership.records import (
     LINEAGE_KEYS,
+    MAX_EPOCH,
     MAX_FIRST_EPOCH,
     RECORD_KEYS,
     BadRecordError,
@@ -40,13 +42,16 @@ from p2pdrl.membership.records import (
 )
 from p2pdrl.transport import codec
 
-__all__ = ["MAX_CLAIM_EPOCH", "MAX_EPOCH_JUMP", "SwarmRecords", "records_told"]
+__all__ = ["MAX_CLAIM_EPOCH", "MAX_EPOCH_JUMP", "MAX_TRUSTED_EPOCH", "SwarmRecords", "records_told"]
 
 MAX_EPOCH_JUMP = 1000
+MAX_TRUSTED_EPOCH = MAX_FIRST_EPOCH + MAX_EPOCH // 4
+"""Those who join are told of one that others have come to by jumps from the highest first one."""
 MAX_CLAIM_EPOCH = 2**32
 """A member's ``halt`` in a swarm with operators has no higher one, so that theirs always find a next."""
 
 _Rank = tuple[bool, int, str]
+_Passed = Annotated[int, Meta(ge=0, le=MAX_TRUSTED_EPOCH)]
 
 
 class SwarmRecords:
@@ -235,8 +240,12 @@ class SwarmRecords:
         rank = self._rank(record)
         if (held is not None and rank <= self._rank(held)) or record.epoch <= self._passed.get(key, 0):
             return False
-        by_operator = rank[0]
-        limit = MAX_FIRST_EPOCH if held is None or trusted or by_operator else held.epoch + MAX_EPOCH_JUMP
+        # whatever somebody wrote who may write no more, there is a next one
+        limit = max(0 if held is None else held.epoch, self._passed.get(key, 0)) + MAX_EPOCH_JUMP
+        if trusted:
+            limit = max(limit, MAX_TRUSTED_EPOCH)
+        elif held is None or rank[0]:
+            limit = max(limit, MAX_FIRST_EPOCH)
         if record.epoch > limit:
             raise BadRecordError(409, f"record {key!r} jumps to epoch {record.epoch}")
         self._check_author(record)
@@ -262,6 +271,7 @@ class SwarmRecords:
         return {
             "swarm_id": self.swarm_id,
             "lineage": self.lineage,
+            "passed": dict(self._passed),
             "operators": [
                 {
                     "name": operator.name,
@@ -331,13 +341,16 @@ def records_told(document: Mapping[str, Any], roots: Iterable[Operator], verify:
         ]
         data = [base64.b64decode(row["record"], validate=True) for row in document["records"]]
         swarm_id, lineage = str(document["swarm_id"]), str(document["lineage"])
-    except (KeyError, TypeError) as error:
+        passed = msgspec.convert(document.get("passed", {}), dict[str, _Passed])
+    except (KeyError, TypeError, msgspec.ValidationError) as error:
         raise ValueError(f"these are no records: {error}") from error
     records = SwarmRecords(Verifier(swarm_id, verify), tuple(roots) or told)
     records.follow(lineage)
     for one in data:
         record: SwarmRecord = codec.decode(one, SwarmRecord, "swarm record")
         records.merge(record, trusted=True)
+    for key in passed.keys() & RECORD_KEYS:
+        records.pass_over(key, passed[key])
     return records
 
 

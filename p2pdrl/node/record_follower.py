@@ -133,7 +133,12 @@ class RecordFollower:
         named = context.name_of(node)
         ban = Ban(node, "" if named == node else named[:64], reason[:100], by)
         value = settings.with_ban(before, ban) if banned else settings.without_ban(before, node)
-        return context.membership.propose(settings.BANS, value)
+        try:
+            return context.membership.propose(settings.BANS, value)
+        except ValueError as error:  # BadRecordError is one
+            if isinstance(error, BadRecordError):
+                raise
+            raise ConfigError(f"no more fits beside the nodes that are banned: {error}") from error
 
     def propose_mode(self, strategy: StrategyConfig) -> SwarmRecord:
         """Make ``strategy`` the whole swarm's; return the record that says so.

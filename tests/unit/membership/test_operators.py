@@ -11,6 +11,7 @@ from p2pdrl.membership.identity import Identity, verify
 from p2pdrl.membership.messages import GossipMessage, Sync
 from p2pdrl.membership.operators import Ban, BansSetting, Operator, OperatorsSetting
 from p2pdrl.membership.records import (
+    MAX_FIRST_EPOCH,
     BadRecordError,
     Incarnation,
     SwarmRecord,
@@ -262,3 +263,38 @@ def test_a_named_operators_record_travels_with_the_list_that_names_him() -> None
     assert other.core.swarm.operators == (ALICE, BOB)
     assert other.core.swarm.get("pause") is not None
     assert other.core.refused_records == 0
+
+
+@pytest.mark.parametrize("key", ["bans", "mode"])
+def test_nobody_can_write_the_last_record(key) -> None:
+    """An operator who writes the highest epoch that is taken, and is removed for it, has a successor."""
+    held = store()
+    value = BansSetting() if key == "bans" else 1
+    assert held.merge(named(1, BOB))
+    assert held.merge(record(NAMED, key, MAX_FIRST_EPOCH, value))
+    hers = held.compose(key, value, ROOT)
+    assert held.merge(hers)
+    newcomer = store()
+    assert newcomer.merge(hers, trusted=True)
+    assert held.merge(named(2))
+    assert held.get(key) == hers
+    other = store()
+    other.merge(named(1, BOB))
+    other.merge(record(NAMED, key, MAX_FIRST_EPOCH, value))
+    other.merge(named(2))
+    assert other.get(key) is None
+    assert other.merge(hers)
+
+
+def test_what_was_dropped_with_its_author_is_followed_by_who_may_command() -> None:
+    """A command is composed elsewhere, by what a node tells of its records."""
+    held = store(ALICE, BOB)
+    assert held.merge(record(NAMED, "mode", 50))
+    assert held.use_roots((ALICE,))
+    assert held.get("mode") is None
+    elsewhere = records_told(held.document(), (ALICE,), verify)
+    assert held.merge(elsewhere.compose("mode", 2, ROOT))
+    assert held.value("mode") == 2
+    for passed in ({"mode": 2**60}, {"mode": "x"}, [1]):
+        with pytest.raises(ValueError, match="no records"):
+            records_told({**held.document(), "passed": passed}, (ALICE,), verify)

@@ -8,7 +8,7 @@ from p2pdrl.membership.events import Answered, Reject, Send, Tick
 from p2pdrl.membership.messages import Ack, JoinRequest, Ping, Sync, Welcome
 from p2pdrl.membership.records import Incarnation, Suspicion
 
-from .bench import BOOT_MS, KEYS, Bench, kill, record, suspicion
+from .bench import BOOT_MS, KEYS, Bench, first_ping, kill, record, suspicion
 
 # Alive
 
@@ -68,6 +68,21 @@ def test_addresses_that_mustnt_be_dialled_are_refused() -> None:
         assert isinstance(answer, Reject)
         assert answer.status == 400
     assert bench.state(6) == "unknown"
+
+
+def test_who_leaves_names_an_address_that_can_be_dialled() -> None:
+    """It is called once more: an ack may bring the news, and ask for our record."""
+    bench = Bench()
+    ping = first_ping(bench)
+    number = next(i for i, key in enumerate(KEYS) if key.node_id == ping.target_id)
+    for count, address in enumerate(("no:address:at all", "10.0.0.1:0", "169.254.169.254:80"), 1):
+        bad = record(number, count, state="left", address=address)
+        assert isinstance(bench.gossip(bad, sender=number), Reject)
+    bench.feed(Answered(ping.call_id, Ack(bad.incarnation, (bad,), want_record=True)))
+    assert bench.state(number) == "alive"
+    assert {send.to for send in bench.sent} == {f"10.0.0.{number}:7600"}
+    assert isinstance(bench.gossip(record(number, 9, state="left"), sender=number), Ack)
+    assert bench.state(number) == "left"
 
 
 def test_a_full_view_takes_nobody_but_in_place_of_a_tombstone() -> None:
