@@ -565,6 +565,7 @@ class Node:
             named=context.name_of,
             direct=direct(config.advertise) and context.reachability.reach != "outbound-only",
             pipes=context.transport,
+            keyed=context.transport.tls is not None,
             entered=self._on_lineage,
             folder=Path(context.data_dir),
             boot=context.boot,

@@ -254,6 +254,7 @@ class Training:
         shards: tells the other living nodes that hold a shard of the replay memory.
         learning: told when this node begins to learn, which only acted before.
         stale: told how many versions old the policy of each unroll from another node was.
+        keyed: whether the swarm has a key, be it that this node was invited and doesn't hold it.
         before: what this node did in this boot in other roles.
     """
 
@@ -298,10 +299,11 @@ class Training:
         learning: Callable[[], None] = lambda: None,
         stale: Callable[[int], None] = lambda _: None,
         outranks: Callable[[str], bool] = lambda lineage: True,
+        keyed: bool = False,
         before: Done = NOTHING,
     ) -> None:
         self._me, self._before, self._boot = me, before, boot
-        self._direct = direct
+        self._direct, self._keyed = direct, keyed
         self._pipes = pipes
         self._entered = entered
         self._others_acting, self._other_actors, self._heirs, self._speeds = acting, actors, heirs, speeds
@@ -922,7 +924,7 @@ class Training:
             size=self.spec.layout.size,
             max_abs=config.limits.max_abs_parameter,
             trusted_network=config.trusted_network,
-            bounded=config.swarm_key_file is not None and not config.trusted_network,
+            bounded=self._keyed and not config.trusted_network,
             direct=self._direct,
             max_exchanges=config.debug.max_exchanges,
             start_at_members=config.debug.start_at_members,

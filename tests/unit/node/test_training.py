@@ -38,6 +38,16 @@ async def test_what_it_says_of_itself(pair):
     assert (one.ready, one.paused, one.policy_version, one.adoptions.seconds) == (True, False, 7, 0.0)
 
 
+@pytest.mark.parametrize("keyed", [True, False])
+@pytest.mark.parametrize("trusted", [True, False])
+async def test_peers_are_bounded_where_there_is_a_key_whoever_holds_it(events, make_board, keyed, trusted):
+    """A node that was invited names no key file."""
+    peer = Peer(MemoryNetwork(), 1, events, NodeConfig(trusted_network=trusted), keyed=keyed)
+    await peer.start(make_board(1.0))
+    assert peer.training.context(0).bounded == (keyed and not trusted)
+    await peer.training.stop()
+
+
 async def test_before_it_is_built_there_is_nothing(events):
     bare = Peer(MemoryNetwork(), 1, events).training
     assert (bare.ready, bare.policy_version, bare.summary(), bare.outcomes) == (False, 0, None, {})

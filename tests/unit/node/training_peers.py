@@ -27,7 +27,7 @@ CONFIG = NodeConfig(
 class Peer:
     """A node's training, on a board of its own."""
 
-    def __init__(self, network, number, events, config=CONFIG) -> None:
+    def __init__(self, network, number, events, config=CONFIG, *, keyed=False) -> None:
         self.id = node_id(number)
         self.events = events
         self.address = Address("10.0.0.1", 7000 + number)
@@ -50,6 +50,7 @@ class Peer:
             donors=lambda: list(self.peers.items()),
             observed=lambda outcome, seconds: self.seen.append(outcome),
             speeds=lambda: self.speeds,
+            keyed=keyed,
         )
 
     async def start(self, board=None, lineage="aa" * 8) -> None:
