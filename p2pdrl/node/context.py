@@ -71,6 +71,11 @@ class NodeContext:
         """Whether this node has a say in the swarm's settings."""
         return self.allowed is None or bool(self.allowed & TRAINS)
 
+    def judges(self, node: str) -> bool:
+        """Whether what another node says of the policy counts: not if it is certified to act alone."""
+        allowed = self.transport.roles_of(node)
+        return allowed is None or bool(allowed & TRAINS)
+
     def roles_of(self, member: MemberView) -> tuple[Role, ...]:
         """What a member does, as far as its certificate allows it."""
         allowed = self.allowed if member.is_self else self.transport.roles_of(member.id)

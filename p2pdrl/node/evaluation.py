@@ -80,7 +80,7 @@ class Evaluations:
             context.own_evaluations = ()
         known = context.progress_tracker.total().env_steps
         for report in self._reporter.reports():
-            if report.lineage == self._lineage:
+            if report.lineage == self._lineage and context.judges(report.id):
                 for evaluation in report.evaluations:
                     if evaluation.env_steps <= known:  # one from the future would stay the newest for ever
                         self._heard(report.id, evaluation)
@@ -96,7 +96,7 @@ class Evaluations:
 
     def _evaluators(self) -> list[str]:
         """Ids of the living nodes that train and hold the policy themselves."""
-        reports = self._reporter.reports()
+        reports = [one for one in self._reporter.reports() if self._context.judges(one.id)]
         mine = [self._context.node_id] if pipeline.trains(self._training) else []
         return mine + [one.id for one in reports if one.state == "training" and one.trains]
 

@@ -203,3 +203,25 @@ async def test_a_regression_and_a_task_without_evaluations_start_nothing(node, t
     assert one.process.asked == []
     await ended(one)
     assert not TaskConfig(algorithm=RegressionConfig()).evaluated
+
+
+async def test_who_is_certified_to_act_alone_says_nothing_of_the_policy(node):
+    """Two such would end the training by what they say."""
+    one = node(10.0, 20.0)
+    actors = {
+        B: frozenset({"actor"}),
+        "c" * 32: frozenset({"actor", "replay"}),
+        "d" * 32: frozenset({"learner"}),
+    }
+    one.context.transport.roles_of = actors.get
+    await asyncio.sleep(2.0)
+    lineage = one.context.training.lineage
+    for mean, who in enumerate(actors, 200):
+        said = (Evaluation(0, 1, 10, float(mean), 0.0, 1.0, 1.0),)
+        row = {"id": who, "state": "training", "trains": who[0] != "d", "lineage": lineage}
+        one.reports.append(SimpleNamespace(**row, evaluations=said))
+    one.made.hear()
+    assert [entry.node for entry in one.context.evaluations.entries] == ["d" * 32]
+    await asyncio.sleep(60.0)
+    assert one.means()[1:] == [10.0, 20.0], "they have no turns"
+    await ended(one)
