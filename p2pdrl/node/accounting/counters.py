@@ -223,11 +223,15 @@ class CounterTable:
         rows, joined = _with(held, CountsRow(said, _UNSIGNED))
         return None if joined == known and len(rows) >= len(held) else joined.total - known.total
 
-    def put(self, node: str, row: CountsRow) -> bool:
+    def put(self, node: str, row: CountsRow, at_most: int = MAX_ENTRIES) -> bool:
         """Take in a row of another node, whose signature was checked; tell whether we needed it.
 
         That is if it says anything new, or says alone what took several.
+
+        Args:
+            at_most: bases and boots for which there is room, if that is less than the table's own bound.
         """
+        at_most = min(at_most, self._max_entries)
         held = self._rows.get(node, ())
         rows, joined = _with(held, row)
         needed = joined != self._nodes.get(node, _Node()) or len(rows) < len(held)
@@ -235,7 +239,7 @@ class CounterTable:
             return False
         growth = sum(1 + len(one.counts.boots) for one in rows)
         growth -= sum(1 + len(one.counts.boots) for one in held)
-        if len(rows) > MAX_ROWS or (growth > 0 and self._entries + growth > self._max_entries):
+        if len(rows) > MAX_ROWS or (growth > 0 and self._entries + growth > at_most):
             self.refused += 1
             return False
         self._rows[node], self._nodes[node] = tuple(rows), joined

@@ -18,7 +18,7 @@ import msgspec
 
 from p2pdrl.errors import WireError
 from p2pdrl.node.accounting.claims import ClaimBounds
-from p2pdrl.node.accounting.counters import ZERO, CounterTable, Counts, CountsRow, NodeCounts
+from p2pdrl.node.accounting.counters import MAX_ENTRIES, ZERO, CounterTable, Counts, CountsRow, NodeCounts
 from p2pdrl.node.accounting.facts import FactSigner, ForgedFactError, SignedFact
 from p2pdrl.tensors.moments import Moments, MomentsTable
 from p2pdrl.tensors.sidecar import SidecarLayout
@@ -169,7 +169,8 @@ class ProgressTracker:
         """Take in what a peer sent or a checkpoint held.
 
         Of lineages that we don't know yet, those in which nothing was done are passed over. When there
-        is no room, a lineage makes room for one with more steps, unless it is or was our own.
+        is no room, a lineage makes room for one with more steps, unless it is or was our own. All lineages
+        but ours share the room of one table: a member can make up any number of nodes, in each of them.
 
         Args:
             teller: the peer, by which claims are bounded; None for our own disk.
@@ -185,12 +186,16 @@ class ProgressTracker:
                 continue
             known = self._lineages.get(lineage)
             table = CounterTable(self._me, self._boot) if known is None else known
+            room = MAX_ENTRIES if known is None else self._room_of(lineage)
+            refused = table.refused
             for fact in facts:
                 row = self._news(table, lineage, fact, latest_boot)
                 if row is not None and self._believed(table, lineage, row, teller, now_s):
-                    table.put(fact.node, row)
+                    table.put(fact.node, row, room)
+            if known is not None and lineage != self._lineage and table.refused > refused:
+                self._make_room(lineage, table, len(table) + 1)  # for when it comes again
             fits = known is None and table.total() != ZERO
-            if fits and self._make_room(table.total().env_steps):
+            if fits and self._make_room(lineage, table, len(table)):
                 self._lineages[lineage] = table
 
     def _news(
@@ -354,19 +359,28 @@ class ProgressTracker:
             raise ForgedFactError(f"moments in the name of {node[:8]} aren't signed by it")
         self.signer.check("moments", stream, fact)
 
-    def _make_room(self, env_steps: int) -> bool:
-        """Whether there is room for a lineage of so many steps, if need be by dropping a smaller one."""
-        if len(self._lineages) < MAX_LINEAGES:
-            return True
-        droppable = (
-            (table.total().env_steps, lineage)
-            for lineage, table in self._lineages.items()
-            if lineage != self._lineage and table.of_node(self._me) == ZERO
-        )
-        least = min(droppable, default=None)
-        if least is None or least[0] >= env_steps:
+    def _room_of(self, lineage: str) -> int:
+        """Bases and boots that the table of a lineage may hold beside the others as they are."""
+        if lineage == self._lineage:
+            return MAX_ENTRIES
+        others = (table for name, table in self._lineages.items() if name not in (lineage, self._lineage))
+        return MAX_ENTRIES - sum(map(len, others))
+
+    def _make_room(self, lineage: str, table: CounterTable, entries: int) -> bool:
+        """Whether there is room for ``entries`` of a lineage, once those with fewer steps are dropped."""
+        if entries > MAX_ENTRIES:
             return False
-        del self._lineages[least[1]]
+        env_steps = table.total().env_steps
+        others = sorted(
+            (other.total().env_steps, name)
+            for name, other in self._lineages.items()
+            if name not in (lineage, self._lineage) and other.of_node(self._me) == ZERO
+        )
+        known = lineage in self._lineages
+        while self._room_of(lineage) < entries or (not known and len(self._lineages) >= MAX_LINEAGES):
+            if not others or others[0][0] >= env_steps:
+                return False
+            del self._lineages[others.pop(0)[1]]
         return True
 
     def _table(self, lineage: str) -> CounterTable:

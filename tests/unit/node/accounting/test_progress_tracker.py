@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from p2pdrl.errors import WireError
 from p2pdrl.membership.identity import Identity
 from p2pdrl.node.accounting import progress_tracker as ledger_module
-from p2pdrl.node.accounting.counters import Counts, NodeCounts
+from p2pdrl.node.accounting.counters import MAX_ENTRIES, Counts, NodeCounts
 from p2pdrl.node.accounting.facts import FactSigner, ForgedFactError, SignedFact
 from p2pdrl.node.accounting.progress_tracker import LineageFacts, LineageRank, ProgressTracker
 from p2pdrl.tensors.moments import Moments
@@ -123,6 +123,25 @@ def test_lineages_are_bounded():
     progress_tracker.merge_counts(counted(other))
     assert len(counted(progress_tracker)) == ledger_module.MAX_LINEAGES
     assert progress_tracker.steps("mine") == 5
+
+
+def test_a_crowd_in_many_lineages_takes_no_more_room_than_in_one():
+    """A member makes nodes up, of one step each; whoever really did much in another lineage is heard."""
+    progress_tracker = tracker_of(A, 1)
+    progress_tracker.follow("mine")
+    body = msgspec.msgpack.encode(NodeCounts(Counts(1), 1))
+    for number in range(4):
+        crowd = [SignedFact(bytes([number]) + at.to_bytes(31), body, b"") for at in range(MAX_ENTRIES // 2)]
+        for _ in range(2):
+            progress_tracker.merge_counts({f"l{number}": crowd, "mine": crowd})
+    held = counted(progress_tracker)
+    assert sum(len(facts) for lineage, facts in held.items() if lineage != "mine") == MAX_ENTRIES
+    assert len(held["mine"]) == MAX_ENTRIES
+    honest = tracker_of(B, 1)
+    honest.follow("l9")
+    honest.credit(Counts(MAX_ENTRIES))
+    progress_tracker.merge_counts(counted(honest))
+    assert progress_tracker.steps("l9") == MAX_ENTRIES
 
 
 def test_a_full_table_of_lineages_keeps_the_greatest_and_our_own():
