@@ -63,7 +63,7 @@ _CHECK_BYTES = 4
 
 Raw16 = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Raw32 = Annotated[bytes, Meta(min_length=32, max_length=32)]
-OperatorName = tuple[Raw32, Annotated[str, Meta(max_length=64)]]
+OperatorName = tuple[Raw32, Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,32}$")]]
 Seed = Annotated[str, Meta(min_length=3, max_length=260)]
 
 

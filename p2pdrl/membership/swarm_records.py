@@ -97,6 +97,11 @@ class SwarmRecords:
         """The operator with that id; None for a node's."""
         return self._by_id.get(proposer)
 
+    def why_banned(self, node_id: str) -> str | None:
+        """Why a node is refused, in words; None for one that isn't."""
+        ban = self.bans.get(node_id)
+        return None if ban is None else ban.words
+
     def use_roots(self, roots: Iterable[Operator]) -> bool:
         """Take these root operators from now on, and drop what nobody signed who may; True for a change."""
         roots = tuple(roots)

@@ -8,6 +8,7 @@ to, the node id shows, which is the hash of a key, so that holds while authoriti
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -233,6 +234,10 @@ class InviterClient:
         certificate = read_certificate(grant.certificate)
         if certificate is None or certificate.public_key != self._identity.public_key:
             raise WireError("the certificate is another node's")
+        try:
+            authority_context(grant.authorities)
+        except (ValueError, ssl.SSLError) as error:
+            raise WireError(f"the inviter names an authority that is none: {str(error)[:200]}") from error
         if not any(is_issued_by(grant.certificate, authority) for authority in grant.authorities):
             raise WireError("the certificate is of no authority that the inviter names")
         for member in grant.members:
@@ -403,6 +408,8 @@ class Renewal:
         where: addresses at which the inviter may be now, by its id.
         use: takes what changed; with ``dropped`` an authority that was good is good no more.
         use_operators: takes the root operators that the inviter names, when they change.
+        barred: says why a node isn't asked, by id; None for all others. An inviter that is banned would else
+            name other operators, who lift its ban.
     """
 
     member: InvitedMember
@@ -413,6 +420,7 @@ class Renewal:
     events: EventLog
     every_s: float = _RENEW_EVERY_S
     use_operators: Callable[[tuple[Operator, ...]], None] = lambda operators: None
+    barred: Callable[[str], str | None] = lambda node_id: None
 
     async def run(self) -> None:
         """Ask until cancelled."""
@@ -424,7 +432,13 @@ class Renewal:
         """Ask the inviter what is good now; while it isn't there, what we have stays."""
         for address in dict.fromkeys([*self.where(self.member.inviter), *self.member.grant.members]):
             try:
+                if (why := self.barred(self.member.inviter)) is not None:
+                    text = f"the inviter isn't asked to renew this membership, it is {why}; ask for an invite"
+                    self.events.remind("not-renewed", text)
+                    return
                 grant = await self.client.renew(address)
+                if self.barred(self.member.inviter) is not None:
+                    return  # since then
             except PeerRefusedError as error:
                 if error.status in (403, 410):
                     self.events.remind(

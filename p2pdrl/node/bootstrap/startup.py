@@ -347,7 +347,7 @@ async def open_node(
             members=view.meeting_points,
             clock=clock,
             operators=lambda: [(one.public_key, one.name) for one in core.swarm.roots],
-            refuse=lambda node_id: None if (ban := core.swarm.bans.get(node_id)) is None else ban.words,
+            refuse=lambda node_id: core.swarm.why_banned(node_id),  # noqa: PLW0108 - it isn't there yet
         )
     rates = _rates(view.data_dir, node.limits)
     if rates is not None:
@@ -376,7 +376,15 @@ async def open_node(
         key_watch = KeyWatch(node.swarm_key_file, keys, use, events, clock)
     elif member is not None:
         client = InviterClient(member.inviter, identity, clock)
-        key_watch = Renewal(member, data.path, client, view.addresses_of, use, events)
+        key_watch = Renewal(
+            member,
+            data.path,
+            client,
+            view.addresses_of,
+            use,
+            events,
+            barred=lambda node_id: core.swarm.why_banned(node_id),  # noqa: PLW0108 - it isn't there yet
+        )
     address = advertised(node.advertise, bound, node.peers)
     name = view.name = node.name or f"{socket.gethostname()}:{bound.port}"
     known = KnownMembers(data.path)
@@ -393,7 +401,7 @@ async def open_node(
         allowed=transport.roles_of,
         roots=roots,
     )
-    transport.bar(lambda node_id: None if (ban := core.swarm.bans.get(node_id)) is None else ban.words)
+    transport.bar(core.swarm.why_banned)
     boot = core.me.incarnation.boot_ms
     membership = MembershipService(
         core,

@@ -28,6 +28,7 @@ from p2pdrl.errors import (
 )
 from p2pdrl.membership.identity import Identity
 from p2pdrl.membership.invites import Grant, InviteLine, Inviter, redeem_proof
+from p2pdrl.membership.operators import Operator
 from p2pdrl.node.bootstrap.invited import (
     InvitedMember,
     InviterClient,
@@ -235,7 +236,10 @@ async def test_a_grant_for_somebody_else_isnt_taken(
         ({"certificate": Authority(KEY).certify(BOB.public_key)}, "another node's"),
         ({"certificate": Authority(NEW).certify(ALICE.public_key)}, "of no authority"),
         ({"certificate": b"junk"}, "another node's"),
-        ({"authorities": (b"junk",)}, "of no authority"),
+        ({"authorities": (b"junk",)}, "an authority that is none"),
+        ({"authorities": (Authority(KEY).certificate, b"junk")}, "an authority that is none"),
+        ({"authorities": (Authority(NEW).certificate,)}, "of no authority"),
+        ({"operators": ((bytes(32), "\x1b[2J"),)}, "can't be read"),
         ({"swarm": "f" * 16}, "another swarm"),
     ]:
         monkeypatch.setattr(
@@ -426,3 +430,31 @@ async def test_an_inviter_that_isnt_there_changes_nothing(owner: InvitingNode, t
     await followed.renewal.once()
     assert followed.used == []
     assert read_membership(tmp_path / "alice") == member
+
+
+async def test_an_inviter_that_is_banned_is_not_followed(
+    owner: InvitingNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would name operators who lift the ban."""
+    member = await join(tmp_path, owner.invite())
+    assert member is not None
+    followed = Followed(owner, member, tmp_path / "alice")
+    bans: dict[str, str] = {OWNER.node_id: "banned from this swarm"}
+    named: list[tuple[Operator, ...]] = []
+    followed.renewal.barred = bans.get
+    followed.renewal.use_operators = named.append
+    mine = Operator(BOB.public_key, "bob")
+    real, theirs = owner.inviter.renew, ((mine.public_key, mine.name),)
+    monkeypatch.setattr(
+        owner.inviter,
+        "renew",
+        lambda *args, **given: msgspec.structs.replace(real(*args, **given), operators=theirs),
+    )
+    owner.use(NEW)
+    await followed.renewal.once()
+    assert (followed.used, named, read_membership(tmp_path / "alice")) == ([], [], member)
+    (told,) = followed.events.since(0)
+    assert "isn't asked to renew this membership, it is banned from this swarm" in told["text"]
+    bans.clear()
+    await followed.renewal.once()
+    assert named == [(mine,)]
