@@ -121,6 +121,10 @@ class NodeCertificate(NamedTuple):
     roles: frozenset[str] | None
     until_s: float | None
 
+    def has_ended(self, wall_s: float) -> bool:
+        """Whether its time is over; a handshake sees that, and connections outlive it."""
+        return self.until_s is not None and wall_s >= self.until_s
+
 
 @functools.lru_cache(maxsize=4096)
 def read_certificate(certificate: bytes) -> NodeCertificate | None:

@@ -138,6 +138,8 @@ class _Connector(aiohttp.TCPConnector):
             raise aiohttp.ClientConnectorCertificateError(req.connection_key, error) from error
         except ssl.SSLError as error:
             raise aiohttp.ClientConnectorSSLError(req.connection_key, error) from error
+        except OSError as error:  # the relay's machine, or the way to it, is gone
+            raise aiohttp.ClientOSError(*error.args) from error
         return protocol
 
 
@@ -177,6 +179,7 @@ class HttpTransport:
         """How often peers had to prove themselves anew."""
         self._swarm_id = swarm_id
         self._hides = hides
+        self._clock = clock
         self._certified = CertifiedRoles()
         self._server = HttpServer(
             node_id,
@@ -556,6 +559,8 @@ class HttpTransport:
         if self.tls is not None and shown is None:
             raise WireError("the peer has shown no certificate")
         if shown is not None:
+            if shown.has_ended(self._clock.wall()):
+                raise PeerRefusedError(403, "the membership of the node that answers has ended")
             self._certified.note(shown)
         if head.meta_nbytes > self.limits.max_answer_meta_bytes:
             raise WireError(f"the answer announces {head.meta_nbytes} bytes of metadata")

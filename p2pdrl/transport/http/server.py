@@ -89,6 +89,7 @@ class HttpServer:
         self._node_id = node_id
         self._swarm_id = swarm_id
         self._tls = tls
+        self._clock = clock
         self._certified = certified
         self._hides = hides
         self._limits = limits
@@ -158,7 +159,12 @@ class HttpServer:
             pass  # it counts as one request; its calls count by themselves
         self._streams.make_room(head.sender)
         opening = self._opening(head)
-        self.pending.add(opening.token, self._streams.taker(head.sender, opening, allowed), lambda: None)
+        connection = watched(request)
+        shown = None if connection is None or self._tls is None else connection.shown
+        take = self._streams.taker(
+            head.sender, opening, allowed, until_s=None if shown is None else shown.until_s
+        )
+        self.pending.add(opening.token, take, lambda: None)
         return await self._promise(request, head, opening, Reply(opening.encode()))
 
     async def _pipe(self, request: web.Request) -> web.StreamResponse:
@@ -255,6 +261,8 @@ class HttpServer:
                 )
             if shown.node_id != head.sender:
                 raise Refusal(403, f"node {shown.node_id} can't speak in the name of {head.sender}")
+            if shown.has_ended(self._clock.wall()):
+                raise Refusal(403, "the membership of your node has ended")
             self._certified.note(shown)
         if (why := self.barred(head.sender)) is not None:
             raise Refusal(403, why)
@@ -351,6 +359,9 @@ class HttpServer:
         status, reason = self._tell(refusal, request.remote or "")
         response = web.Response(status=status, text=reason)
         length = request.content_length
-        if request.can_read_body and (length is None or length > _SMALL_BODY_BYTES):
+        connection = watched(request)
+        shown = None if connection is None else connection.shown
+        ended = shown is not None and shown.has_ended(self._clock.wall())  # another may have a newer one
+        if ended or (request.can_read_body and (length is None or length > _SMALL_BODY_BYTES)):
             response.force_close()
         return response

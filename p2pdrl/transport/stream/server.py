@@ -79,6 +79,7 @@ class ServedStream:
         remote_host: IP of the caller.
         ciphers: of calls and of answers.
         allowed: roles that the caller's certificate allows it; None without a limit.
+        until_s: wall time at which that ends; None for never.
         ended: told when it is over; may be told twice.
     """
 
@@ -91,6 +92,7 @@ class ServedStream:
         ciphers: tuple[Cipher, Cipher],
         *,
         allowed: frozenset[str] | None,
+        until_s: float | None,
         ended: Callable[[ServedStream], None],
     ) -> None:
         self.peer = peer
@@ -100,7 +102,7 @@ class ServedStream:
         self._clock = shared.clock
         self._remote_host = remote_host
         self._in, self._out = ciphers
-        self._allowed = allowed
+        self._allowed, self._until_s = allowed, until_s
         self._ended = ended
         self.proven = not self._in.nbytes
         self.idle_since_s = self._clock.monotonic()
@@ -187,6 +189,9 @@ class ServedStream:
             self._broken = False
             if (why := self._shared.barred(self.peer)) is not None:
                 raise Refusal(403, why)
+            if self._until_s is not None and self._clock.wall() >= self._until_s:
+                self._closing = True
+                raise Refusal(403, "the membership of your node has ended")
             route = self._shared.routes.find(name.decode("ascii", "replace"))
             route.admit_caller(self._allowed)
             route.admit(frame.meta_nbytes, frame.vector_nbytes)
@@ -294,7 +299,12 @@ class StreamServer:
         app.on_shutdown.append(end)
 
     def taker(
-        self, peer: str, opening: ConnectionOpening, allowed: frozenset[str] | None
+        self,
+        peer: str,
+        opening: ConnectionOpening,
+        allowed: frozenset[str] | None,
+        *,
+        until_s: float | None = None,
     ) -> Callable[[socket.socket, str], ServedStream | None]:
         """Return what makes a stream of a peer's connection, to be run until it ends."""
 
@@ -305,7 +315,14 @@ class StreamServer:
                 sock.close()
                 return None
             stream = ServedStream(
-                self._shared, sock, peer, host, opening.ciphers(), allowed=allowed, ended=self._forget
+                self._shared,
+                sock,
+                peer,
+                host,
+                opening.ciphers(),
+                allowed=allowed,
+                until_s=until_s,
+                ended=self._forget,
             )
             self._streams.setdefault(peer, set()).add(stream)
             return stream
