@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from p2pdrl.clock import Clock
 from p2pdrl.errors import TransportError, WireError
@@ -80,7 +81,7 @@ def _nbytes(row: object) -> int:
 class MetricsExchange(msgspec.Struct, frozen=True):
     """One side's part of a round."""
 
-    reports: list[ReportRow]
+    reports: Annotated[list[ReportRow], Meta(max_length=4 * REPORTS)]
     counts: LineageFacts
     """Some 150 bytes for every node ever heard of and lineage, at a period that grows with them."""
     moments: dict[str, list[object]]
@@ -205,10 +206,11 @@ class MetricsGossip:
         return heard
 
     def _look(self, now_s: float) -> None:
-        bounds = self._progress_tracker.bounds
+        bounds, alive = self._progress_tracker.bounds, self._alive()
+        self.table.living = alive.keys()
         if bounds is not None:
             bounds.made(self._progress_tracker.made(), now_s)
-            bounds.look(self._alive(), now_s)
+            bounds.look(alive, now_s)
 
 
 def _share(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -37,7 +37,7 @@ __all__ = [
 FAN_OUT = 2
 """Peers told per period. More spreads faster, at that many times the bytes."""
 MAX_REPORTS = 4096
-"""Nodes a table holds, and reports a message may hold."""
+"""Nodes a table holds."""
 
 Natural = Annotated[int, Meta(ge=0, lt=2**53)]
 NonNegative = Annotated[float, Meta(ge=0)]
@@ -144,12 +144,17 @@ class ReportTable:
 
     Args:
         signer: of our own reports.
+
+    Attributes:
+        living: ids of members that live. Their reports make room for each other's alone: anybody can sign
+            reports of nodes that he has made up.
     """
 
     def __init__(self, signer: FactSigner, *, capacity: int = MAX_REPORTS) -> None:
         self._signer = signer
         self._me = signer.node_id
         self._capacity = capacity
+        self.living: Collection[str] = ()
         self._held: dict[str, _Held] = {}
         self._order = itertools.count()
 
@@ -235,11 +240,16 @@ class ReportTable:
         before = self._held.get(report.id)
         if before is None and len(self._held) >= self._capacity:
             others = (held for held in self._held.values() if held.report.id != self._me)
-            oldest = min(others, key=lambda held: held.made_s, default=None)
+            oldest = min(others, key=self._worth, default=None)
             if oldest is not None:
+                if oldest.report.id in self.living and report.id != self._me and report.id not in self.living:
+                    return
                 del self._held[oldest.report.id]
         sent = -1 if before is None else before.sent
         self._held[report.id] = _Held(report, fact, made_s, next(self._order), sent)
+
+    def _worth(self, held: _Held) -> tuple[bool, float]:
+        return held.report.id in self.living, held.made_s
 
 
 _MAY_BE_UNKNOWN = {"mean_return", "consensus_distance", "bubble"}

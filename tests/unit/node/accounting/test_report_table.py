@@ -73,6 +73,22 @@ def test_far_future_boots_are_ignored():
     assert table.merge([row(1, boot=11), row(2, boot=10)], 0.0, latest_boot=10) == [node_id(2)]
 
 
+def test_a_crowd_that_somebody_made_up_pushes_no_living_member_out():
+    table = ReportTable(signer_of(0), capacity=4)
+    table.living = {node_id(1), node_id(2), node_id(9)}
+    table.put(report(0), 0.0)
+    table.merge([row(1), row(2)], 0.0)
+    for number in range(10, 30):
+        table.merge([row(number)], float(number))
+    assert {ME, node_id(1), node_id(2), node_id(29)} == set(table.ids())
+    table.merge([row(9)], 30.0)
+    table.merge([row(31)], 31.0)
+    assert {ME, node_id(1), node_id(2), node_id(9)} == set(table.ids())
+    table.living = {*table.living, node_id(5)}
+    table.merge([row(5), row(2, seq=2)], 32.0)
+    assert {ME, node_id(2), node_id(9), node_id(5)} == set(table.ids()), "the oldest of the living"
+
+
 def test_age_travels_with_the_report():
     first, second = ReportTable(signer_of(1)), ReportTable(signer_of(2))
     first.put(report(1), 100.0)
