@@ -22,9 +22,10 @@ import platformdirs
 from p2pdrl.atomic import storage_error, write_atomic
 from p2pdrl.errors import DataDirLockedError, DataDirUnusableError, StorageError
 
-__all__ = ["RATES_FILE", "DataDir"]
+__all__ = ["RATES_FILE", "SWARM_FILE", "DataDir"]
 
 RATES_FILE = "rates"
+SWARM_FILE = "swarm.json"
 """What a node's processes share to keep to `node.limits.upload_bytes_s`; see `transport.rate`."""
 
 _MOST_NODES = 1000

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,12 @@ from p2pdrl.errors import (
     UsageError,
     WireError,
 )
-from p2pdrl.membership.identity import Identity
+from p2pdrl.membership.identity import Identity, verify
 from p2pdrl.membership.invites import Grant, InviteLine, redeem_proof, renew_proof, secret_hash
 from p2pdrl.membership.operators import Operator
+from p2pdrl.membership.records import BadRecordError, SwarmRecord, Verifier
+from p2pdrl.membership.swarm_records import SwarmRecords
+from p2pdrl.node.bootstrap.datadir import SWARM_FILE
 from p2pdrl.node.events import EventLog
 from p2pdrl.transport.certificates import Credentials, fingerprint, is_issued_by, read_certificate
 from p2pdrl.transport.dial import Dialer, is_loopback
@@ -385,12 +389,34 @@ async def as_member(
         await asyncio.sleep(_AGAIN_S)
 
 
+class _Memory(msgspec.Struct, frozen=True):
+    """What counts here of `node.state.swarm_memory`."""
+
+    records: tuple[SwarmRecord, ...] = ()
+
+
+def _remembered(held: InvitedMember, folder: Path) -> SwarmRecords:
+    """Who commanded the swarm and who was banned when this node ran last, as far as that can be read."""
+    known = SwarmRecords(Verifier(held.grant.swarm, verify), held.operators)
+    try:
+        records = msgspec.json.decode((folder / SWARM_FILE).read_bytes(), type=_Memory).records
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
+        return known
+    for key in ("operators", "bans"):
+        for record in records:
+            if record.key == key:
+                with suppress(BadRecordError):
+                    known.merge(record, trusted=True)
+    return known
+
+
 async def _renewed(
     held: InvitedMember, folder: Path, identity: Identity, events: EventLog, clock: Clock
 ) -> InvitedMember:
     """Ask for what a node needs that was away while the swarm's key was replaced; go on without an answer."""
     client = InviterClient(held.inviter, identity, clock)
-    renewal = Renewal(held, folder, client, lambda _: [], lambda *_: None, events)
+    barred = _remembered(held, folder).why_banned
+    renewal = Renewal(held, folder, client, lambda _: [], lambda *_: None, events, barred=barred)
     try:
         async with asyncio.timeout(_FIRST_RENEWAL_S):
             await renewal.once()

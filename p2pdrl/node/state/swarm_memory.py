@@ -24,6 +24,7 @@ from p2pdrl.errors import StorageError
 from p2pdrl.membership.records import BadRecordError, SwarmRecord
 from p2pdrl.node import settings
 from p2pdrl.node.background import set_within
+from p2pdrl.node.bootstrap.datadir import SWARM_FILE
 from p2pdrl.node.bootstrap.joining import SwarmOrigin
 from p2pdrl.node.context import NodeContext
 from p2pdrl.node.settings import ModeSetting, StopSetting
@@ -77,7 +78,7 @@ class SwarmMemory:
 
     def __init__(self, context: NodeContext) -> None:
         self._context = context
-        self._path = Path(context.data_dir) / "swarm.json"
+        self._path = Path(context.data_dir) / SWARM_FILE
         self._written: RememberedSwarm | None = None
         self._failed = False
         self._changed = asyncio.Event()

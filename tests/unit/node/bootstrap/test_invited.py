@@ -26,9 +26,11 @@ from p2pdrl.errors import (
     UsageError,
     WireError,
 )
-from p2pdrl.membership.identity import Identity
+from p2pdrl.membership.identity import Identity, verify
 from p2pdrl.membership.invites import Grant, InviteLine, Inviter, redeem_proof
-from p2pdrl.membership.operators import Operator
+from p2pdrl.membership.operators import Ban, BansSetting, Operator
+from p2pdrl.membership.records import Verifier
+from p2pdrl.membership.swarm_records import SwarmRecords
 from p2pdrl.node.bootstrap.invited import (
     InvitedMember,
     InviterClient,
@@ -57,6 +59,7 @@ class InvitingNode:
     def __init__(self, folder: Path, identity: Identity = OWNER, *keys: bytes) -> None:
         self.identity = identity
         self.keys = list(keys or (KEY,))
+        self.operators: list[tuple[bytes, str]] = []
         self.node = FakeNode(swarm_key=self.keys[0])
         self.node.node_id = identity.node_id
         self.inviter = self.node.inviter = Inviter(
@@ -66,6 +69,7 @@ class InvitingNode:
             keys=lambda: self.keys,
             members=lambda: [self.address, "10.0.0.9:7700"],
             clock=CLOCK,
+            operators=lambda: self.operators,
         )
         limits = TransportLimits(shutdown_grace_s=0.05)
         self.transport = HttpTransport(
@@ -432,9 +436,7 @@ async def test_an_inviter_that_isnt_there_changes_nothing(owner: InvitingNode, t
     assert read_membership(tmp_path / "alice") == member
 
 
-async def test_an_inviter_that_is_banned_is_not_followed(
-    owner: InvitingNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_inviter_that_is_banned_is_not_followed(owner: InvitingNode, tmp_path: Path) -> None:
     """It would name operators who lift the ban."""
     member = await join(tmp_path, owner.invite())
     assert member is not None
@@ -444,12 +446,7 @@ async def test_an_inviter_that_is_banned_is_not_followed(
     followed.renewal.barred = bans.get
     followed.renewal.use_operators = named.append
     mine = Operator(BOB.public_key, "bob")
-    real, theirs = owner.inviter.renew, ((mine.public_key, mine.name),)
-    monkeypatch.setattr(
-        owner.inviter,
-        "renew",
-        lambda *args, **given: msgspec.structs.replace(real(*args, **given), operators=theirs),
-    )
+    owner.operators = [(mine.public_key, mine.name)]
     owner.use(NEW)
     await followed.renewal.once()
     assert (followed.used, named, read_membership(tmp_path / "alice")) == ([], [], member)
@@ -458,3 +455,22 @@ async def test_an_inviter_that_is_banned_is_not_followed(
     bans.clear()
     await followed.renewal.once()
     assert named == [(mine,)]
+
+
+async def test_nor_is_it_after_a_restart(owner: InvitingNode, tmp_path: Path) -> None:
+    operator = Operator(BOB.public_key, "bob")
+    owner.operators = [(operator.public_key, operator.name)]
+    member = await join(tmp_path, owner.invite())
+    assert member is not None
+    records = SwarmRecords(Verifier(SWARM, verify), (operator,))
+    for by, followed in ((ALICE, True), (BOB, False)):
+        bans = records.compose("bans", BansSetting((Ban(OWNER.node_id),)), by)
+        (tmp_path / "alice" / "swarm.json").write_bytes(msgspec.json.encode({"records": [bans]}))
+        owner.use(NEW if followed else KEY)
+        again = await join(tmp_path, None)
+        assert again is not None
+        assert again.grant.authorities == (Authority(NEW).certificate,)
+    (tmp_path / "alice" / "swarm.json").write_bytes(b"{")
+    again = await join(tmp_path, None)
+    assert again is not None
+    assert again.grant.authorities == (Authority(KEY).certificate,)
