@@ -479,6 +479,8 @@ class Renewal:
 
     async def _take(self, grant: Grant) -> None:
         held = self.member.grant
+        # an inviter whose key file lacks the operators lets nobody else command
+        grant = msgspec.structs.replace(grant, operators=grant.operators or held.operators)
         told = (grant.certificate, grant.authorities, grant.operators)
         if grant.swarm != held.swarm or told == (held.certificate, held.authorities, held.operators):
             return

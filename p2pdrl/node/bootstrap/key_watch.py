@@ -54,7 +54,7 @@ class KeyWatch:
             if self.keys.operators != operators:
                 operators = self.keys.operators
                 self.use_operators(operators)
-                names = ", ".join(operator.words for operator in operators) or "everybody who holds the key"
+                names = ", ".join(operator.words for operator in operators)
                 self.events.emit("operators-changed", f"root operators are {names} from now on")
             # A clock that goes back brings no key back.
             now = tuple(key for key in self.keys.good(self.clock.wall()) if key not in refused)
@@ -72,6 +72,8 @@ class KeyWatch:
         found = await self.read(self.path)
         if found.swarm_id != self.keys.swarm_id:
             raise UsageError(f"{self.path} holds the key of another swarm ({found.swarm_id})")
+        if self.keys.operators and not found.operators:
+            raise UsageError(f"{self.path} names no operators any more, so all could command: is it whole?")
         return found
 
     def _change(self, before: tuple[bytes, ...], now: tuple[bytes, ...]) -> None:

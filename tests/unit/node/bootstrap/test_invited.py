@@ -455,6 +455,12 @@ async def test_an_inviter_that_is_banned_is_not_followed(owner: InvitingNode, tm
     bans.clear()
     await followed.renewal.once()
     assert named == [(mine,)]
+    owner.operators = []
+    owner.use(KEY)
+    await followed.renewal.once()
+    assert named == [(mine,)], "nobody isn't taken for everybody"
+    assert followed.renewal.member.operators == (mine,)
+    assert followed.used[-1][0].authorities == (Authority(KEY).certificate,)
 
 
 async def test_nor_is_it_after_a_restart(owner: InvitingNode, tmp_path: Path) -> None:

@@ -100,3 +100,20 @@ async def test_operators_that_the_file_names_are_taken_at_once(watching):
         assert watching.operators == [(alice,)]
         assert f"root operators are {alice.words} from now on" in words(events)
         assert len(used) == 1
+
+
+async def test_a_file_that_was_cut_off_lets_nobody_else_command(watching, tmp_path):
+    """As while it is copied; what its operators have signed would be dropped for good."""
+    alice = Operator(Identity(b"a" * 32).public_key, "alice")
+    watching.path = tmp_path / "commanded.key"
+    write_swarm_key(watching.path, (alice,))
+    async with watching as (path, _, events, used):
+        whole = path.read_bytes()
+        path.write_bytes(whole.split(b" ")[0])
+        await asyncio.sleep(12)
+        assert used == watching.operators == []
+        (told,) = words(events)
+        assert "names no operators any more, so all could command: is it whole?; goes on" in told
+        path.write_bytes(whole)
+        await asyncio.sleep(6)
+        assert used == watching.operators == []
