@@ -720,6 +720,8 @@ class Node:
             return
         if event.kind in ("dead", "left", "banned") and self._context.gossip is not None:
             self._context.gossip.table.drop([member.id])
+        if event.kind == "banned":
+            self._context.transport.relay.drop(member.id)
         if event.kind == "joined":
             self._memory.changed()
         if event.kind != "updated":

@@ -141,14 +141,20 @@ class _Tunnel:
     """Two connections whose bytes are copied to each other.
 
     Args:
+        caller: id of the node that asked for it; empty for this one itself.
         pace: of one direction, made twice.
         passed: told how many bytes went through, each time.
         ended: told once, when it is over.
     """
 
     def __init__(
-        self, pace: Callable[[], _RelayPace], passed: Callable[[int], None], ended: Callable[[], None]
+        self,
+        caller: str,
+        pace: Callable[[], _RelayPace],
+        passed: Callable[[int], None],
+        ended: Callable[[], None],
     ) -> None:
+        self.caller = caller
         self.over = asyncio.Event()
         self.member: asyncio.Future[socket.socket] = asyncio.get_running_loop().create_future()
         """The member's connection, once it has come."""
@@ -309,6 +315,16 @@ class RelayServer:
             if member.asks is not None:
                 member.asks.set()
 
+    def drop(self, node_id: str) -> None:
+        """Relay nothing more for a node that is refused from now on, nor to it."""
+        for known, member in tuple(self._members.items()):
+            for tunnel in tuple(member.tunnels):
+                if node_id in (known, tunnel.caller):
+                    tunnel.close()
+        gone = self._members.pop(node_id, None)
+        if gone is not None and gone.asks is not None:
+            gone.asks.set()
+
     async def wait(self, incoming: Incoming) -> Reply:
         """Keep a member's request until a caller wants it, `WAIT_S` at most; `_ATTACH` is answered at once.
 
@@ -402,7 +418,7 @@ class RelayServer:
             if not self._callers[caller]:
                 del self._callers[caller]
 
-        tunnel = _Tunnel(lambda: _RelayPace(self._shared, self._rates), self._passed, ended)
+        tunnel = _Tunnel(caller, lambda: _RelayPace(self._shared, self._rates), self._passed, ended)
         member.tunnels.add(tunnel)
         ticket = secrets.token_bytes(TOKEN_BYTES)
         self._pending.add(ticket, tunnel.take_member, tunnel.close)

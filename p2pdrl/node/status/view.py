@@ -152,6 +152,7 @@ class ApiView:
         membership = _need(self._context).membership
         if not membership.records.roots:
             raise ApiRefusal(409, "the swarm's key names no operators here; every member may command")
+        self._check_say()  # others take no settings from it, whoever has signed them
         try:
             decoded: SwarmRecord = codec.decode(record, SwarmRecord, "swarm record")
         except WireError as error:

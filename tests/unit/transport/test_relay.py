@@ -229,6 +229,29 @@ async def test_who_isn_t_admitted_or_comes_too_late_is_refused(make) -> None:
     assert relay.transport.relay.members == [bob.id]
 
 
+@pytest.mark.parametrize("who", ["caller", "member"])
+async def test_what_is_open_ends_with_a_ban(make, who: str) -> None:
+    alice, carol, relay, bob = [await make(name) for name in "acrb"]
+    await attach(make, bob, relay)
+    for caller in (alice, carol):
+        caller.through(bob, relay)
+        await caller.echo(bob)
+    server = relay.transport.relay
+    assert server.tunnels == 2
+    banned = alice.id if who == "caller" else bob.id
+    server.admits = lambda node_id: node_id != banned
+    server.drop(banned)
+    for _ in range(10):
+        await asyncio.sleep(0)  # what copies is cancelled, and ends
+    assert server.tunnels == (1 if who == "caller" else 0)
+    assert server.members == ([bob.id] if who == "caller" else [])
+    if who == "caller":
+        assert await carol.echo(bob) == b"hello " + carol.id.encode()
+    else:
+        with pytest.raises(TransportError):
+            await carol.echo(bob)
+
+
 async def test_tunnels_are_counted_by_caller(make) -> None:
     relay = await make("r", max_tunnels_per_caller=2, tunnels_per_s=1e-9)
     alice, bob, carol = [await make(name) for name in "abc"]
