@@ -92,7 +92,8 @@ class Evaluations:
     def _heard(self, node: str, evaluation: Evaluation) -> None:
         if self._context.evaluations.add(node, evaluation):
             self._on_heard(Entry(node, evaluation))
-            self._training.swarm.judged(evaluation.mean)
+            if node == self._context.node_id:  # others' word would let them choose whose pulls count less
+                self._training.swarm.judged(evaluation.mean)
 
     def _evaluators(self) -> list[str]:
         """Ids of the living nodes that train and hold the policy themselves."""
