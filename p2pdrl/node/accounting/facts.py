@@ -8,6 +8,9 @@ a fact means nothing elsewhere.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Literal
 
 import msgspec
@@ -17,7 +20,7 @@ from p2pdrl.errors import WireError
 from p2pdrl.ids import node_id_from_public_key
 from p2pdrl.membership.identity import Signer, Verify, verify
 
-__all__ = ["FactSigner", "ForgedFactError", "SignedFact"]
+__all__ = ["FactSigner", "ForgedFactError", "SignedFact", "TooManyFactsError"]
 
 MAX_BODY_BYTES = 1 << 20
 
@@ -26,6 +29,10 @@ Kind = Literal["counts", "moments", "report"]
 
 class ForgedFactError(WireError):
     """A fact that isn't signed by the node that it is about: no honest member passes it on."""
+
+
+class TooManyFactsError(WireError):
+    """More facts had to be checked than the teller may have us check by now; the rest may come again."""
 
 
 class SignedFact(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -56,6 +63,7 @@ class FactSigner:
         self._verify = verify
         self.forged = 0
         """Facts that were refused."""
+        self._left = math.inf
 
     @property
     def node_id(self) -> str:
@@ -67,12 +75,25 @@ class FactSigner:
         signature = self._signer.sign(self._payload(kind, table, body))
         return SignedFact(self._signer.public_key, body, signature)
 
+    @contextmanager
+    def at_most(self, checks: float) -> Iterator[Callable[[], float]]:
+        """Check so many facts meanwhile, and no more; gives what tells how many may be checked yet."""
+        self._left = checks
+        try:
+            yield lambda: self._left
+        finally:
+            self._left = math.inf
+
     def check(self, kind: Kind, table: str, fact: SignedFact) -> None:
         """Accept a fact, or raise.
 
         Raises:
             ForgedFactError: its signature isn't of that node, or not for this kind, table and swarm.
+            TooManyFactsError: see `at_most`.
         """
+        if self._left < 1.0:
+            raise TooManyFactsError("these are more facts than this node checks at a time")
+        self._left -= 1.0
         if not self._verify(fact.public_key, fact.signature, self._payload(kind, table, fact.body)):
             self.forged += 1
             raise ForgedFactError(f"{kind} in the name of {fact.node[:8]} aren't signed by it")

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from p2pdrl.clock import Clock
 from p2pdrl.errors import TransportError, WireError
-from p2pdrl.node.accounting.facts import ForgedFactError
+from p2pdrl.node.accounting.facts import ForgedFactError, TooManyFactsError
 from p2pdrl.node.accounting.progress_tracker import LineageFacts, ProgressTracker
 from p2pdrl.node.accounting.report_table import FAN_OUT, PeerReport, ReportRow, ReportTable, period_s
 from p2pdrl.transport.codec import decode
@@ -89,6 +89,11 @@ class MetricsExchange(msgspec.Struct, frozen=True):
     """Which moments the sender holds, so that the answer brings only newer ones."""
 
 
+MOST_CHECKS = 1000.0
+CHECKS_PER_S = 200.0
+"""Signatures that one peer may have us check at once, and a second; one takes some 0.3 ms."""
+
+
 class MetricsGossip:
     """The table of reports and the loop that spreads it.
 
@@ -121,6 +126,8 @@ class MetricsGossip:
         self._counts_budget = GossipBudget()
         self._moments_budget = GossipBudget()
         self._holds_budget = GossipBudget()
+        self._checks: dict[str, tuple[float, float]] = {}
+        """By peer: how many signatures it might have us check, and when that was."""
         self.table = ReportTable(progress_tracker.signer)
 
     async def run(self) -> None:
@@ -196,14 +203,26 @@ class MetricsGossip:
         latest_boot = int(self._clock.wall() * 1000) + BOOT_AHEAD_MS
         self._look(now_s)
         tracker = self._progress_tracker
-        try:
-            self.table.merge(heard.reports, now_s, latest_boot=latest_boot)
-            tracker.merge_counts(heard.counts, teller=peer, now_s=now_s, latest_boot=latest_boot)
-            tracker.merge_moments(heard.moments, latest_boot=latest_boot)
-        except ForgedFactError as error:
-            self._refused(peer, str(error))
-            raise
+        with tracker.signer.at_most(self._checks_of(peer, now_s)) as left:
+            try:
+                self.table.merge(heard.reports, now_s, latest_boot=latest_boot)
+                tracker.merge_counts(heard.counts, teller=peer, now_s=now_s, latest_boot=latest_boot)
+                tracker.merge_moments(heard.moments, latest_boot=latest_boot)
+            except ForgedFactError as error:
+                self._refused(peer, str(error))
+                raise
+            except TooManyFactsError:
+                pass  # the rest comes again: whoever has it tells it in turn
+            finally:
+                self._checks[peer] = left(), now_s
         return heard
+
+    def _checks_of(self, peer: str, now_s: float) -> float:
+        """How many signatures a peer may have us check now: checking is what costs."""
+        full_s = now_s - MOST_CHECKS / CHECKS_PER_S  # who has had us check nothing since may have all again
+        self._checks = {one: held for one, held in self._checks.items() if held[1] > full_s}
+        left, since_s = self._checks.get(peer, (MOST_CHECKS, now_s))
+        return min(MOST_CHECKS, left + CHECKS_PER_S * (now_s - since_s))
 
     def _look(self, now_s: float) -> None:
         bounds, alive = self._progress_tracker.bounds, self._alive()

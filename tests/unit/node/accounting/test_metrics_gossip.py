@@ -302,6 +302,7 @@ async def test_nobodys_tables_grow_a_message_beyond_its_bounds(talkers, lie):
     assert two.progress_tracker.of_node(one.id).env_steps == 70
     rounds = 1
     while two.progress_tracker.total() != one.progress_tracker.total() and rounds < 12:
+        await asyncio.sleep(metrics_gossip.MOST_CHECKS / metrics_gossip.CHECKS_PER_S)
         assert await one.gossip.tell(two.id, two.address)
         rounds += 1
     assert rounds < 12
@@ -369,3 +370,24 @@ async def test_counts_are_believed_as_far_as_time_allows(talkers):
     three.gossip.refresh()
     assert await three.gossip.tell(two.id, two.address)
     assert two.progress_tracker.total() == Counts(900)
+
+
+async def test_no_member_keeps_others_busy_with_signatures(talkers, monkeypatch):
+    """Claims that aren't believed have to be checked each time that they come, and that takes long."""
+    one, two = talkers[:2]
+    signer, checked = two.progress_tracker.signer, []
+    check = signer.check
+    monkeypatch.setattr(signer, "check", lambda *fact: (check(*fact), checked.append(fact)))
+    two.progress_tracker.bounds = None
+    most, rate = int(metrics_gossip.MOST_CHECKS), int(metrics_gossip.CHECKS_PER_S)
+    body = msgspec.msgpack.encode(NodeCounts(boots=((1, Counts(1, 1, 1)),)))
+    facts = [signer_of(number).sign("counts", "l0", body) for number in range(100, 100 + most + 600)]
+    meta = words(counts={"l0": [plainly(fact) for fact in facts]})
+    assert await send(one, two, meta) == 200
+    assert len(checked) == most
+    assert two.progress_tracker.total().env_steps == most
+    await asyncio.sleep(2.0)
+    assert await send(one, two, meta) == 200
+    assert 2 * rate <= len(checked) - most <= 2 * rate + rate // 5
+    assert await send(talkers[2], two, meta) == 200  # another has its own
+    assert two.progress_tracker.total().env_steps == most + 600
