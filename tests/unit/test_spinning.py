@@ -34,13 +34,17 @@ async def keeps_all_to_itself() -> None:
 
 @pytest.mark.parametrize("work", [spins, keeps_all_to_itself])
 def test_a_task_that_lets_nobody_run_is_found_though_nobody_waits_for_it(work):
+    spinning = []
+
     async def main() -> None:
-        spinning = asyncio.create_task(work())
+        spinning.append(asyncio.create_task(work()))
         await asyncio.sleep(30.0)
         assert not spinning
 
     with SpinGuard(0.1, 10_000), pytest.raises(pytest.fail.Exception, match="held the event loop up"):
         asyncio.run(main())
+    if spinning[0].done() and not spinning[0].cancelled():
+        assert spinning[0].exception()  # else it is told into the log of whichever test runs later
 
 
 def test_tasks_that_keep_time_from_going_on_are_found():
