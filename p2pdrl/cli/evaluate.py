@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from p2pdrl.cli.formats import clean, duration, fixed, grouped
-from p2pdrl.cli.options import Target, as_arguments, json_option
+from p2pdrl.cli.options import Target, as_arguments, json_option, policy_peer_options
 
 __all__ = ["evaluate"]
 
@@ -56,15 +56,7 @@ _DOWNLOAD_S = 60.0
 @click.option(
     "--history", is_flag=True, help="With --peer: show the swarm's own evaluations so far; plays none."
 )
-@click.option(
-    "--swarm-key-file",
-    envvar="P2PDRL_SWARM_KEY_FILE",
-    metavar="FILE",
-    help="With --peer, for a node on another machine.  [env: P2PDRL_SWARM_KEY_FILE]",
-)
-@click.option(
-    "--data-dir", metavar="FOLDER", help="With --peer: that node's data folder, where its token is."
-)
+@policy_peer_options
 @json_option
 def evaluate(
     checkpoint: Path | None,

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from p2pdrl.cli.formats import byte_size, clean, grouped
-from p2pdrl.cli.options import as_arguments, json_option
+from p2pdrl.cli.options import as_arguments, json_option, policy_peer_options
 
 __all__ = ["export"]
 
@@ -39,15 +39,7 @@ __all__ = ["export"]
 @click.option(
     "--allow-import", is_flag=True, help="Import the module:name that its task names, which runs its code."
 )
-@click.option(
-    "--swarm-key-file",
-    envvar="P2PDRL_SWARM_KEY_FILE",
-    metavar="FILE",
-    help="With --peer, for a node on another machine.  [env: P2PDRL_SWARM_KEY_FILE]",
-)
-@click.option(
-    "--data-dir", metavar="FOLDER", help="With --peer: that node's data folder, where its token is."
-)
+@policy_peer_options
 @json_option
 def export(
     checkpoint: Path | None, peer: str | None, form: str | None, as_json: bool, **options: Any

@@ -20,6 +20,7 @@ __all__ = [
     "command_options",
     "config_options",
     "json_option",
+    "policy_peer_options",
     "split_addresses",
 ]
 
@@ -79,6 +80,17 @@ def config_options(command: Command) -> Command:
     return click.option(
         "--config", "files", multiple=True, metavar="FILE|PRESET", shell_complete=complete_presets,
         help="A TOML file, or the name of a preset (see `p2pdrl presets`). Repeatable.",
+    )(command)  # fmt: skip
+
+
+def policy_peer_options(command: Command) -> Command:
+    """Add ``--swarm-key-file`` and ``--data-dir``, for commands that may take a policy of a running node."""
+    command = click.option(
+        "--data-dir", metavar="FOLDER", help="With --peer: that node's data folder, where its token is."
+    )(command)
+    return click.option(
+        "--swarm-key-file", envvar="P2PDRL_SWARM_KEY_FILE", metavar="FILE",
+        help="With --peer, for a node on another machine.  [env: P2PDRL_SWARM_KEY_FILE]",
     )(command)  # fmt: skip
 
 
