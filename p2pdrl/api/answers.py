@@ -54,5 +54,7 @@ def answers_errors(handler: Handler) -> Handler:
             return error_answer(refusal.status, refusal.reason, refusal.headers)
         except P2PDRLError as error:
             return error_answer(400 if isinstance(error, ConfigError) else 503, str(error))
+        except ConnectionError:
+            return error_answer(408, "the caller went away")  # nobody is there to read it
 
     return wrapped

@@ -31,7 +31,7 @@ from p2pdrl.config.node import Role
 from p2pdrl.ids import node_id_from_public_key
 from p2pdrl.membership.invites import SECRET_BYTES, Inviter, IssuedInvite
 from p2pdrl.transport.calls import TokenBuckets
-from p2pdrl.transport.http.listener import network_of
+from p2pdrl.transport.dial import network_of
 from p2pdrl.transport.protocol import Refusal
 
 __all__ = ["InviteHandlers", "RedeemRequest", "RenewRequest", "invite_row"]

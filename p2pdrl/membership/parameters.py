@@ -70,6 +70,18 @@ class MembershipConfig:
     """How long one that left is remembered."""
     max_members: int = 4096
     """Most members in the view, tombstones included; the oldest tombstone gives way first."""
+    introduced_at_once: float = 16.0
+    """Newcomers that are taken in on one member's word at once, or from one network (four times as many)
+    on their own; those beyond answer a ping first. More lets a liar show more members that aren't there."""
+    introduced_per_s: float = 1.0
+    """How many more each second."""
+    introduced_waiting: int = 64
+    """Most newcomers of one member that wait to be pinged (eight times as many of all); who finds no room
+    is passed over, and comes again with the next push-pull."""
+    introduced_in_vain: int = 4
+    """So many that never answered, within ``introduced_in_vain_s``, and whomever a member introduces is
+    pinged first."""
+    introduced_in_vain_s: float = 3600.0
     max_records_per_answer: int = 1024
     """Most records in one answer to a join or push-pull; the rest follows in the next one."""
     future_s: float = 600.0

@@ -4,6 +4,7 @@ Calls and answers leave as effects, and time comes in with each input; `service`
 network, `testing.membership_simulator` on a manual clock.
 
 - `MemberTable`: the view. `Membership`: our record, timers, calls, gossip, what a received record changes.
+- `Introductions`: which newcomers are taken in on a member's word, and which have to answer first.
 - `_FailureDetector`: probes, direct and through relays. `_AntiEntropy`: push-pull.
 
 What `Membership` does with records (SWIM, section 4.2):
@@ -54,6 +55,7 @@ from p2pdrl.membership.events import (
     shows_life,
 )
 from p2pdrl.membership.identity import Signer, verify
+from p2pdrl.membership.introductions import Introductions, itself_from
 from p2pdrl.membership.known_members import KnownMembers
 from p2pdrl.membership.messages import (
     Ack,
@@ -234,6 +236,8 @@ _TELL_AGAIN_S = 1.0
 """A member whose settings are older is told ours at most this often."""
 _SPOKE_INTERVALS = 2.0
 """Probe intervals for which a call of an outbound-only member shows that it lives."""
+_ASKED_PER_INTERVAL = 8
+"""Newcomers that are pinged in a probe interval before they are taken in."""
 _MAX_CORRECTIONS = 4
 """Most records that correct the sender in one answer."""
 
@@ -274,6 +278,7 @@ class Membership:
         self.now = now
         self.me = sign_member(signer, verifier.swarm_id, record)
         self.table = MemberTable(config.max_members)
+        self.introductions = Introductions(config)
         self.queue = BroadcastQueue()
         self.awareness = Awareness(config.awareness_max)
         self.swarm = SwarmRecords(verifier, roots)
@@ -285,6 +290,9 @@ class Membership:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._gossiping = False
+        self._asking = False
+        self._teller = ""
+        """Id of the member whose message is taken in; empty for those that we believe as a whole."""
         self._told_at: dict[str, float] = {}
         self._corrections: dict[str, MemberRecord | SwarmRecord] = {}
         self.detector = _FailureDetector(self)
@@ -518,16 +526,60 @@ class Membership:
             says_left = record.state == "left" and held.state != "left"
             if not (says_left and record.incarnation == held.record.incarnation):
                 return
+        introducer = self._introducer(held, record, told_by)
+        if introducer and not self.introductions.has_room(introducer, self.now):
+            return  # before anything is checked, which would keep us busy
         self.verifier.check_member(record, self.wall())
         # an answer of its own may bring the news that it left, and is answered; everybody tells of that
         refusal = refuse_address(record.address, "" if record.state == "left" else told_by)
         if refusal is not None:
             raise BadRecordError(400, refusal)
+        if introducer and not self.introductions.vouch(introducer, record.id, self.now):
+            self.introductions.wait(introducer, record, self.now)
+            self._ask_newcomers()
+            return
+        self._take_in(held, record)
+
+    def _take_in(self, held: Member | None, record: MemberRecord) -> None:
         if held is None:
             self._add(record)
         else:
             self._replace(held, record)
         self.broadcast(record)
+
+    def _introducer(self, held: Member | None, record: MemberRecord, told_by: str) -> str:
+        """On whose word a newcomer would be taken in; empty for members, and for those who leave."""
+        heard = held is not None and (held.living or held.last_seen is not None)
+        if heard or record.state == "left" or not self._teller:
+            return ""
+        if self._teller != record.id:
+            return self._teller
+        return itself_from(told_by) if told_by else ""
+
+    def _ask_newcomers(self) -> None:
+        if not self._asking and not self.leaving:
+            self._asking = True
+            self.arm(self.config.probe_interval_s / _ASKED_PER_INTERVAL, self._ask_newcomer)
+
+    def _ask_newcomer(self) -> None:
+        """Ping the next of those who wait; who answers is in."""
+        self._asking = False
+        found = self.introductions.next()
+        if found is None:
+            return
+        _, record = found
+
+        def answered(result: Answered | SendFailed) -> None:
+            held = self.table.get(record.id)
+            news = held is None or held.record.incarnation < record.incarnation
+            if shows_life(result) and news and record.id not in self.swarm.bans:
+                self._take_in(held, record)
+            if isinstance(result, Answered):
+                self.learn(result)
+
+        newcomer = Member(record, "alive", self.now, "")
+        self.detector.ping(newcomer, 2 * self.config.probe_timeout_s, answered)
+        self._ask_newcomers()
 
     def _apply_own(self, record: MemberRecord) -> None:
         """Outbid a record of ours that we don't know: of an earlier run, or of a node with our key."""
@@ -547,6 +599,7 @@ class Membership:
             return
         member = Member(record, "alive", self.now, "joined")
         if not self.table.add(member):
+            self.introductions.proven(record.id)
             raise BadRecordError(429, f"the view is full: {len(self.table)} members")
         self.notify("joined", member, "joined")
         self.detector.enter(member)
@@ -556,6 +609,7 @@ class Membership:
         held.record, held.evidence, held.timer, held.final_probe = record, [], None, False
         self.table.touch()
         if record.state == "left":
+            self.introductions.proven(record.id)
             if state != "left":
                 self._enter(held, "left", "left")
             return
@@ -766,6 +820,7 @@ class Membership:
         member.evidence = [verdict]
         member.timer = None
         self._enter(member, "dead", member.reason)
+        self.introductions.failed(member.record.id, self.now)
         self.queue.forget_suspicions(member.record.id)
         self.broadcast(verdict)
 
@@ -820,7 +875,9 @@ class Membership:
         if isinstance(event, Answered | SendFailed):
             self._finished(event)
         elif isinstance(event, Request):
+            self._teller = event.sender
             self._request(event)
+            self._teller = ""
         elif isinstance(event, Welcomed):
             self._welcomed(event)
         self._run_due()
@@ -835,11 +892,14 @@ class Membership:
         target, outcome = self._calls.pop(result.call_id, (None, None))
         if target is None or outcome is None:
             return
+        self._teller = target
         outcome(result)
+        self._teller = ""
         member = self.table.get(target)
         if member is None or isinstance(result, SendFailed):
             return
         member.last_seen = self.now
+        self.introductions.proven(target)
         if isinstance(result.message, Ack) and result.message.want_record:
             self.gossip_to(member, self.piggyback(self.me), self.config.probe_interval_s)
 

@@ -27,6 +27,7 @@ __all__ = [
     "forbidden",
     "ip_of",
     "is_loopback",
+    "network_of",
     "system_resolve",
 ]
 
@@ -68,6 +69,14 @@ def is_loopback(host: str) -> bool:
     """Tell whether ``host`` is an IP literal of this machine's loopback."""
     ip = ip_of(host)
     return ip is not None and ip.is_loopback
+
+
+def network_of(host: str) -> str:
+    """Whose connections are counted together: an IPv4 address's, or those of 64 bits of IPv6."""
+    ip = ip_of(host)
+    if not isinstance(ip, ipaddress.IPv6Address) or ip.is_loopback:
+        return host
+    return str(ipaddress.IPv6Address(int(ip) >> 64 << 64))
 
 
 def forbidden(ip_text: str) -> Verdict:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import logging
 import select
 import socket
@@ -31,7 +30,7 @@ from p2pdrl.clock import Clock
 from p2pdrl.errors import UsageError
 from p2pdrl.transport.auth import Verdict
 from p2pdrl.transport.certificates import NodeCertificate
-from p2pdrl.transport.dial import ip_of, is_loopback
+from p2pdrl.transport.dial import is_loopback, network_of
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.opening import HELLO, OPENED, TOKEN_BYTES
 from p2pdrl.transport.protocol import Address, TrafficCounters
@@ -46,7 +45,6 @@ __all__ = [
     "ServedConnection",
     "Watchdog",
     "Watched",
-    "network_of",
     "watched",
 ]
 
@@ -234,14 +232,6 @@ class Watchdog:
 
 _FEW_STRANGERS = 64
 """So many connections may have proven nothing at any time; or a quarter of all, where that is more."""
-
-
-def network_of(host: str) -> str:
-    """Whose connections are counted together: an IPv4 address's, or those of 64 bits of IPv6."""
-    ip = ip_of(host)
-    if not isinstance(ip, ipaddress.IPv6Address) or ip.is_loopback:
-        return host
-    return str(ipaddress.IPv6Address(int(ip) >> 64 << 64))
 
 
 class Watched(asyncio.Protocol):

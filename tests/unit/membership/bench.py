@@ -37,7 +37,7 @@ from p2pdrl.membership.state import Membership, own_record
 
 WALL_S = 1_000_000.0
 BOOT_MS = int(WALL_S * 1000)
-KEYS = [Identity(bytes([number]) * 32) for number in range(1, 9)]
+KEYS = [Identity(bytes([number]) * 32) for number in range(1, 201)]
 
 
 def record(number: int, counter: int = 0, **changes: object) -> MemberRecord:
