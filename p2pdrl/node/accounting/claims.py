@@ -98,6 +98,10 @@ class ClaimBounds:
         for node in self._alive - self._budgets.keys():
             self._add(node, now_s)
 
+    def saw(self, node: str) -> bool:
+        """Whether a node was ever seen alive, as far as we remember."""
+        return node in self._budgets
+
     def made(self, steps: int, now_s: float) -> None:
         """Note what this node has made itself in this boot: what we can do, others can too."""
         if self._own is None or steps < self._own[1]:

@@ -170,7 +170,8 @@ class ProgressTracker:
 
         Of lineages that we don't know yet, those in which nothing was done are passed over. When there
         is no room, a lineage makes room for one with more steps, unless it is or was our own. All lineages
-        but ours share the room of one table: a member can make up any number of nodes, in each of them.
+        but ours share the room of one table: a member can make up any number of nodes, in each of them. Half
+        of a table's room is for nodes that were seen alive.
 
         Args:
             teller: the peer, by which claims are bounded; None for our own disk.
@@ -191,7 +192,8 @@ class ProgressTracker:
             for fact in facts:
                 row = self._news(table, lineage, fact, latest_boot)
                 if row is not None and self._believed(table, lineage, row, teller, now_s):
-                    table.put(fact.node, row, room)
+                    seen = teller is None or self.bounds is None or self.bounds.saw(fact.node)
+                    table.put(fact.node, row, room if seen else room // 2)
             if known is not None and lineage != self._lineage and table.refused > refused:
                 self._make_room(lineage, table, len(table) + 1)  # for when it comes again
             fits = known is None and table.total() != ZERO

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from p2pdrl.errors import WireError
 from p2pdrl.membership.identity import Identity
 from p2pdrl.node.accounting import progress_tracker as ledger_module
+from p2pdrl.node.accounting.claims import ClaimBounds
 from p2pdrl.node.accounting.counters import MAX_ENTRIES, Counts, NodeCounts
 from p2pdrl.node.accounting.facts import FactSigner, ForgedFactError, SignedFact
 from p2pdrl.node.accounting.progress_tracker import LineageFacts, LineageRank, ProgressTracker
@@ -142,6 +143,23 @@ def test_a_crowd_in_many_lineages_takes_no_more_room_than_in_one():
     honest.credit(Counts(MAX_ENTRIES))
     progress_tracker.merge_counts(counted(honest))
     assert progress_tracker.steps("l9") == MAX_ENTRIES
+
+
+def test_nodes_that_a_member_made_up_leave_room_for_those_that_are_there(monkeypatch):
+    monkeypatch.setattr(FactSigner, "check", lambda *_: None)
+    progress_tracker, liar, honest = tracker_of(A, 1), tracker_of(B, 1), tracker_of(C, 1)
+    progress_tracker.bounds = ClaimBounds(node_id(A), 1e6)
+    progress_tracker.bounds.look([node_id(B), node_id(C)], 0.0)
+    progress_tracker.follow("mine")
+    body = msgspec.msgpack.encode(NodeCounts(Counts(1), 1))
+    crowd = [SignedFact(b"\x01" + at.to_bytes(31), body, b"") for at in range(MAX_ENTRIES)]
+    progress_tracker.merge_counts({"mine": crowd}, teller=node_id(B), now_s=1.0)
+    assert len(counted(progress_tracker)["mine"]) == MAX_ENTRIES // 2
+    for there, steps in ((honest, 7), (liar, 8)):
+        there.follow("mine")
+        there.credit(Counts(steps))
+        progress_tracker.merge_counts(counted(there), teller=node_id(B), now_s=1.0)
+    assert progress_tracker.steps("mine") == MAX_ENTRIES // 2 + 15
 
 
 def test_a_full_table_of_lineages_keeps_the_greatest_and_our_own():
