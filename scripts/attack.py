@@ -103,7 +103,7 @@ BUSY = 423
 SLOW_S = 10.0
 """A connection that is slow is closed within this."""
 INVENTED = 10_000
-VOUCHED = 24
+VOUCHED = 40
 """So many newcomers may be held alive on one member's word, until they are found not to answer."""
 TABLES = {"abuse": "what is sent", "trust": "who says and commands what"}
 

@@ -70,7 +70,7 @@ class MembershipConfig:
     """How long one that left is remembered."""
     max_members: int = 4096
     """Most members in the view, tombstones included; the oldest tombstone gives way first."""
-    introduced_at_once: float = 16.0
+    introduced_at_once: float = 32.0
     """Newcomers that are taken in on one member's word at once, or from one network (four times as many)
     on their own; those beyond answer a ping first. More lets a liar show more members that aren't there."""
     introduced_per_s: float = 1.0

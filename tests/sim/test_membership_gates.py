@@ -154,6 +154,16 @@ def test_strangers_meet_through_one_of_them() -> None:
     assert swarm.seconds_until(swarm.converged, 10.0) is not None
 
 
+@pytest.mark.parametrize("seed", FEW_SEEDS)
+@pytest.mark.parametrize("n", [32, 64])
+def test_newcomers_that_come_all_at_once_meet(n: int, seed: int) -> None:
+    """More than one member's word is good for: those beyond it answer a ping first."""
+    swarm = SimulatedSwarm(n, seed=seed, acquainted=False)
+    for number in range(1, n):
+        swarm.join(number, 0)
+    assert swarm.seconds_until(swarm.converged, 15.0) is not None
+
+
 def test_a_one_way_cut_kills_nobody() -> None:
     swarm = settled(8, 0)
     swarm.cut_one_way(1, 2)
