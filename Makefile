@@ -5,12 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help venv demo test test-slow lint format bench docs wheel clean
+.PHONY: help venv demo test test-slow test-extras lint format bench docs wheel clean
 
 help:
 	@echo "make demo       a local swarm of three nodes that trains CartPole-v1 until it is solved"
 	@echo "make test       the tests"
 	@echo "make test-slow  learning runs and fault campaigns too"
+	@echo "make test-extras  each optional extra in an environment of its own, used once"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make format     ruff format"
 	@echo "make bench      benchmarks"
@@ -36,6 +37,9 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "slow or not slow" --timeout 1800
+
+test-extras: $(STAMP)
+	@$(BIN)/python scripts/check_extras.py
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

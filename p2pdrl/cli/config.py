@@ -28,11 +28,11 @@ def config() -> None:
     """
 
 
-@config.command()
+@config.command("show")
 @config_options
 @click.option("--origin", is_flag=True, help="Say where each value came from.")
 @json_option
-def show(files: tuple[str, ...], sets: tuple[str, ...], origin: bool, as_json: bool) -> None:
+def show_config(files: tuple[str, ...], sets: tuple[str, ...], origin: bool, as_json: bool) -> None:
     """Show the resolved configuration, as TOML unless asked otherwise."""
     from p2pdrl.config.loader import resolve
 
@@ -99,11 +99,11 @@ def _document(resolved: Resolved, origin: bool) -> dict[str, Any]:
 
 def _print_origins(resolved: Resolved) -> None:
     """One ``key = value`` per line, with its origin in a column of its own."""
+    from p2pdrl.cli.tables import Column, Listing, show
     from p2pdrl.config.describe import toml_value
     from p2pdrl.config.schema import dotted, leaves
 
     values = [(dotted(path), value) for path, value in leaves(resolved.config)]
-    lines = [(f"{key} = {toml_value(value)}", str(resolved.origins[key])) for key, value in values]
-    width = min(max(len(line) for line, _ in lines), 60)
-    for line, where in lines:
-        click.echo(f"{line:<{width}}  {where}")
+    rows = [(f"{key} = {toml_value(value)}", str(resolved.origins[key])) for key, value in values]
+    columns = [Column("key and value", least=40, wraps="fold"), Column("where from", least=12, wraps="fold")]
+    show(Listing(columns, rows, headers=False), lines=True)

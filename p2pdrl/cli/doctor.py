@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
 from importlib import metadata
@@ -26,11 +27,12 @@ from p2pdrl.api.client import NodeClient, parse_api
 from p2pdrl.api.keyfile import SwarmKeys, read_swarm_keys
 from p2pdrl.cli.formats import byte_size, clean
 from p2pdrl.cli.options import json_option, split_addresses
+from p2pdrl.cli.tables import Column, Listing, show
 from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, UnhealthyError, UsageError
 from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.transport.protocol import Address
 
-__all__ = ["Check", "doctor", "machine_checks", "membership_checks", "peer_checks"]
+__all__ = ["Check", "checks_table", "doctor", "machine_checks", "membership_checks", "peer_checks"]
 
 _PROBE_BYTES = 64 << 20
 _LITTLE_MEMORY_BYTES = 1 << 30
@@ -236,6 +238,10 @@ def _port(listen: str) -> Check:
     where = parse_api(listen)
     try:
         family, kind, _, _, address = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        advice = "name an address of this machine: 127.0.0.1 for itself, 0.0.0.0 for all"
+        return Check("port", "fail", f"{where}: {(error.strerror or str(error)).lower()}", advice)
+    try:
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
@@ -424,6 +430,19 @@ def _operators(keys: SwarmKeys) -> Check:
 _STYLE = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
+def checks_table(checks: Sequence[Check]) -> Listing:
+    """One line per check, and one for what is to be done."""
+    from rich.text import Text
+
+    rows: list[tuple[str | Text, str, str]] = []
+    for check in checks:
+        rows.append((Text(check.result, _STYLE[check.result]), check.name, check.found))
+        if check.advice:
+            rows.append(("", "", f"→ {check.advice}"))
+    name, found = Column("check", least=24, wraps="short"), Column("found", least=30, wraps="fold")
+    return Listing([Column("result"), name, found], rows, headers=False)
+
+
 @click.command()
 @click.option(
     "--peers", multiple=True, metavar="HOST:PORT[,…]", help="Peers that must be reachable. Repeatable."
@@ -464,11 +483,6 @@ def doctor(
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode({"ok": not failed, "checks": checks}), indent=2))
     else:
-        width = min(max(len(check.name) for check in checks), 40)
-        for check in checks:
-            result = click.style(f"{check.result:<4}", fg=_STYLE[check.result])
-            click.echo(f"{result}  {check.name:<{width}}  {check.found}")
-            if check.advice:
-                click.echo(f"{'':<4}  {'':<{width}}  → {check.advice}")
+        show(checks_table(checks))
     if failed:
         raise UnhealthyError(f"{failed} of {len(checks)} checks failed")

@@ -6,27 +6,39 @@ free of torch; its progress goes to standard error as it comes.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from p2pdrl.cli.formats import clean, duration, fixed, grouped
-from p2pdrl.cli.options import Target, as_arguments, json_option, policy_peer_options
+from p2pdrl.cli.options import (
+    Target,
+    as_arguments,
+    json_option,
+    policy_options,
+    require_writable,
+    wide_option,
+)
+from p2pdrl.config.environments import install_hint
+from p2pdrl.errors import UsageError
 
-__all__ = ["evaluate"]
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["evaluate", "history_table", "report_table"]
 
 _DOWNLOAD_S = 60.0
 
 
 @click.command("eval")
-@click.argument("checkpoint", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=False)
-@click.option("--peer", metavar="HOST:PORT", help="Take the current parameters of this running node instead.")
+@policy_options
 @click.option(
     "--episodes",
     type=click.IntRange(min=1),
@@ -54,40 +66,82 @@ _DOWNLOAD_S = 60.0
     "--allow-import", is_flag=True, help="Import the module:name that its task names, which runs its code."
 )
 @click.option(
-    "--history", is_flag=True, help="With --peer: show the swarm's own evaluations so far; plays none."
+    "--history", is_flag=True, help="With --api: show the swarm's own evaluations so far; plays none."
 )
-@policy_peer_options
 @json_option
+@wide_option
 def evaluate(
+    *,
     checkpoint: Path | None,
     peer: str | None,
     swarm_key_file: str | None,
     data_dir: str | None,
     as_json: bool,
+    wide: bool,
     **options: Any,
 ) -> None:
     """Measure a checkpoint, or a running node's policy.
 
-    CHECKPOINT is a .safetensors file, as `p2pdrl checkpoint` and nodes write them. With --peer and --history:
+    CHECKPOINT is a .safetensors file, as `p2pdrl checkpoint` and nodes write them. With --api and --history:
     how the swarm has judged its policy so far.
     """  # fmt: skip
-    if (checkpoint is None) == (peer is None):
-        raise click.UsageError("name either a CHECKPOINT file or --peer HOST:PORT")
+    from p2pdrl.cli.tables import show
+
     if options.pop("history"):
         if peer is None:
-            raise click.UsageError("--history wants --peer HOST:PORT")
+            raise click.UsageError("--history is a running node's: name that with --api HOST:PORT")
         found = Target(peer, swarm_key_file, data_dir).client().get("/v1/evaluations")
         rows = found if isinstance(found, list) else []
-        click.echo(json.dumps(rows, indent=2) if as_json else _history(rows))
+        if as_json:
+            click.echo(json.dumps(rows, indent=2))
+        else:
+            show(history_table(rows), wide=wide)
         return
+    if options["video"] is not None:
+        _check_video(options["video"])
     if checkpoint is not None:
-        document = _play(checkpoint, options)
+        document = _play(_file(checkpoint), options)
     else:
         with tempfile.TemporaryDirectory(prefix="p2pdrl-eval-") as folder:
             file = Path(folder) / "peer.safetensors"
             _fetch(str(peer), swarm_key_file, data_dir, file)
             document = _play(file, options)
-    click.echo(json.dumps(document, indent=2) if as_json else _report(document), nl=as_json)
+    if as_json:
+        click.echo(json.dumps(document, indent=2))
+    else:
+        show(report_table(document))
+
+
+def _file(checkpoint: Path) -> Path:
+    """See that it is a file.
+
+    Raises:
+        UsageError: it isn't.
+    """
+    if checkpoint.is_dir():
+        raise UsageError(
+            f"{checkpoint} is a folder: name a .safetensors file, as those in DATA_DIR/checkpoints"
+        )
+    if not checkpoint.exists():
+        raise UsageError(f"there is no checkpoint {checkpoint}: nodes keep theirs in DATA_DIR/checkpoints")
+    return checkpoint
+
+
+VIDEO_PACKAGES = ("moviepy", "imageio_ffmpeg")
+
+
+def _check_video(path: Path) -> None:
+    """See that a film can be made, before anything is played.
+
+    Raises:
+        UsageError: it can't.
+    """
+    if path.suffix != ".mp4":
+        raise UsageError(f"--video {path}: a film is written as .mp4; name it {path.with_suffix('.mp4')}")
+    missing = [name for name in VIDEO_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f"--video needs {' and '.join(missing)}; run: {install_hint('video')}")
+    require_writable("--video", path)
 
 
 def _fetch(peer: str, key_file: str | None, data_dir: str | None, file: Path) -> None:
@@ -108,30 +162,55 @@ def _play(checkpoint: Path, options: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-def _history(rows: Sequence[Any]) -> str:
+def history_table(rows: Sequence[Any]) -> RenderableType:
     """One line an evaluation, the newest last."""
+    from p2pdrl.cli.tables import Column, Listing
+
     found = [row for row in rows if isinstance(row, Mapping)]
     if not found:
         return "no evaluation yet"
-    lines = [f"{'steps':>14} {'mean':>9} {'std':>9} {'episodes':>8} {'length':>8} {'took':>8}  node"]
-    for row in found:
-        cells = f"{fixed(row.get('mean')):>9} {fixed(row.get('std')):>9} {grouped(row.get('episodes')):>8}"
-        cells += f" {fixed(row.get('length')):>8} {duration(row.get('seconds')):>8}"
-        lines.append(f"{grouped(row.get('env_steps')):>14} {cells}  {clean(row.get('name'), 64)}")
-    return "\n".join(lines)
-
-
-def _report(document: dict[str, Any]) -> str:
-    """One line per way of acting."""
-    version, steps = grouped(document.get("policy_version")), grouped(document.get("env_steps"))
-    lines = [
-        f"{clean(document.get('env'))}  policy version {version}, {steps} steps",
-        f"{'':<8} {'mean':>9} {'std':>9} {'median':>9} {'min':>9} {'max':>9} {'length':>9}",
+    columns = [
+        Column("steps", left=False),
+        Column("mean", left=False),
+        Column("std", left=False, rank=1),
+        Column("episodes", left=False, rank=2),
+        Column("length", left=False, rank=4),
+        Column("took", left=False, rank=3),
+        Column("node", least=20),
     ]
+    cells = [
+        (
+            grouped(row.get("env_steps")),
+            fixed(row.get("mean")),
+            fixed(row.get("std")),
+            grouped(row.get("episodes")),
+            fixed(row.get("length")),
+            duration(row.get("seconds")),
+            clean(row.get("name"), 64),
+        )
+        for row in found
+    ]
+    return Listing(columns, cells)
+
+
+def report_table(document: Mapping[str, Any]) -> RenderableType:
+    """One line per way of acting."""
+    from rich.console import Group
+
+    from p2pdrl.cli.tables import Column, Listing
+
+    version, steps = grouped(document.get("policy_version")), grouped(document.get("env_steps"))
+    heads = ("mean", "std", "median", "min", "max", "length")
+    rows = []
     for way in ("sampled", "greedy"):
         result = document.get(way) or {}
-        cells = [result.get(key) for key in ("mean", "std", "median", "min", "max", "mean_length")]
-        lines.append(f"{way:<8} " + " ".join(f"{fixed(cell):>9}" for cell in cells))
+        rows.append([way, *(fixed(result.get(key)) for key in (*heads[:-1], "mean_length"))])
+    parts: list[RenderableType] = [
+        f"{clean(document.get('env'))}  policy version {version}, {steps} steps",
+        Listing(
+            [Column(""), *(Column(head, left=False, rank=rank) for rank, head in enumerate(heads))], rows
+        ),
+    ]
     if video := document.get("video"):
-        lines.append(f"video    {clean(video['path'])} (return {fixed(video['return'])})")
-    return "\n".join(lines) + "\n"
+        parts.append(f"video  {clean(video['path'])} (return {fixed(video['return'])})")
+    return Group(*parts)

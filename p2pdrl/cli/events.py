@@ -11,6 +11,7 @@ import click
 
 from p2pdrl.cli.formats import as_number, clean
 from p2pdrl.cli.options import Target, api_options, json_option
+from p2pdrl.cli.tables import Column, Listing, show
 
 __all__ = ["events"]
 
@@ -36,9 +37,14 @@ def events(target: Target, follow: bool, since: int | None, as_json: bool) -> No
     shown = past if since is not None or not follow else past[-10:]
     last = past[-1]["seq"] if past else since or 0
     for event in itertools.chain(shown, client.coming_events(last) if follow else ()):
-        click.echo(json.dumps(event) if as_json else _line(event))
+        if as_json:
+            click.echo(json.dumps(event))
+        else:
+            show(_line(event), lines=True)
 
 
-def _line(event: dict[str, Any]) -> str:
+def _line(event: dict[str, Any]) -> Listing:
     when = time.strftime("%H:%M:%S", time.localtime(as_number(event.get("time")) or 0))
-    return f"{when}  {clean(event.get('kind', ''), 20):<16}  {clean(event.get('text', ''), 1000)}"
+    cells = [when, f"{clean(event.get('kind', ''), 20):<16}", clean(event.get("text", ""), 1000)]
+    columns = [Column("when"), Column("kind"), Column("what", least=30, wraps="fold")]
+    return Listing(columns, [cells], headers=False)

@@ -14,14 +14,14 @@ from typing import Any
 import click
 
 from p2pdrl.cli.formats import byte_size, clean, grouped
-from p2pdrl.cli.options import as_arguments, json_option, policy_peer_options
+from p2pdrl.cli.options import as_arguments, json_option, policy_options, require_writable
+from p2pdrl.errors import UsageError
 
 __all__ = ["export"]
 
 
 @click.command("export")
-@click.argument("checkpoint", type=click.Path(exists=True, path_type=Path), required=False)
-@click.option("--peer", metavar="HOST:PORT", help="Take the current policy of this running node instead.")
+@policy_options
 @click.option(
     "--format",
     "form",
@@ -39,7 +39,6 @@ __all__ = ["export"]
 @click.option(
     "--allow-import", is_flag=True, help="Import the module:name that its task names, which runs its code."
 )
-@policy_peer_options
 @json_option
 def export(
     checkpoint: Path | None, peer: str | None, form: str | None, as_json: bool, **options: Any
@@ -50,8 +49,9 @@ def export(
     stands between an environment and the network is inside: normalisation, the scaling of images, action
     masks. ONNX wants the `onnx` extra.
     """
-    if (checkpoint is None) == (peer is None):
-        raise click.UsageError("name either a CHECKPOINT or --peer HOST:PORT")
+    if checkpoint is not None and not checkpoint.exists():
+        raise UsageError(f"there is no checkpoint {checkpoint}: nodes keep theirs in DATA_DIR/checkpoints")
+    require_writable("--out", options["out"])
     source = str(peer) if checkpoint is None else str(checkpoint.absolute())
     command = [sys.executable, "-m", "p2pdrl.library.exporter", source]
     command += as_arguments({"format": form, **options})

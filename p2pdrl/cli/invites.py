@@ -95,8 +95,11 @@ def list_invites(target: Target, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
-    for row in rows if isinstance(rows, list) else []:
-        click.echo(_line(row))
+    from p2pdrl.cli.tables import Column, Listing, show
+
+    columns = [Column("id"), Column("state"), Column("what became of it", least=24, wraps="short")]
+    cells = [_cells(row) for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    show(Listing(columns, cells, headers=False) if cells else "this node has made no invites")
 
 
 @invite.command()
@@ -133,22 +136,20 @@ def _words(roles: str | None) -> list[str]:
     return words
 
 
-def _line(row: dict[str, Any]) -> str:
+def _cells(row: dict[str, Any]) -> tuple[str, str, str]:
+    """Its id, its state, and the rest in words."""
     state = clean(row.get("state"), 8)
-    words = f"{clean(row.get('id'), 8)}  {state:<8}"
     if state == "open":
-        words += f"until {_moment(row.get('expires'))}"
+        words = f"until {_moment(row.get('expires'))}"
     elif row.get("node"):
-        words += (
-            f"{clean(row.get('name'), 40)} ({clean(row.get('node'), 8)}) since {_moment(row.get('used'))}"
-        )
+        words = f"{clean(row.get('name'), 64)} ({clean(row.get('node'), 8)}) since {_moment(row.get('used'))}"
     else:
-        words += f"made {_moment(row.get('created'))}"
+        words = f"made {_moment(row.get('created'))}"
     if row.get("roles"):
         words += f", as {_listed(row.get('roles'))} alone"
     if row.get("until"):
         words += f", member until {_moment(row.get('until'))}"
-    return words
+    return clean(row.get("id"), 8), state, words
 
 
 def _listed(words: object) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from p2pdrl.cli.options import json_option
+from p2pdrl.cli.options import done, json_option
 from p2pdrl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ __all__ = ["key", "keygen"]
     is_flag=True,
     help="Write an operator's key to FILE, for one more person, and no swarm key.",
 )
-def keygen(file: Path, name: str | None, no_operator: bool, operator_only: bool) -> None:
+@json_option
+def keygen(file: Path, name: str | None, no_operator: bool, operator_only: bool, as_json: bool) -> None:
     """Make a swarm key, and the key of its operator.
 
     Writes the swarm's to FILE (swarm.key by default) and the operator's to FILE.operator, readable by you
@@ -47,13 +48,15 @@ def keygen(file: Path, name: str | None, no_operator: bool, operator_only: bool)
     name = name or _login_name()
     if operator_only:
         public = write_operator_key(file, name).public
-        click.echo(f"{public.public_key.hex()}:{public.name}")
+        line = f"{public.public_key.hex()}:{public.name}"
+        done(line, as_json, operator_file=str(file), operator=line)
         click.echo(
             f"{file} is the key of {public.words}; a root operator lets it command with "
             "`p2pdrl operators add` and the line above",
             err=True,
         )
         return
+    private = None
     if no_operator:
         write_swarm_key(file)
     else:
@@ -65,7 +68,8 @@ def keygen(file: Path, name: str | None, no_operator: bool, operator_only: bool)
             private.unlink()
             raise
         click.echo(f"{private} is the key of {operator.words}, who commands the swarm: keep it", err=True)
-    click.echo(file)
+    made = None if private is None else str(private)
+    done(str(file), as_json, swarm_key_file=str(file), operator_file=made)
     click.echo(
         f"copy {file} to every machine, and start: p2pdrl node --swarm-key-file {file} --listen HOST:PORT",
         err=True,
@@ -133,7 +137,7 @@ def _tell_keys(keys: SwarmKeys, as_json: bool) -> None:
     """Print when each key is shown and taken, newest first."""
     good = keys.good(time.time())
     rows: list[dict[str, object]] = []
-    lines = [f"swarm {keys.swarm_id}"]
+    cells: list[tuple[str, str, str]] = []
     for entry in keys.keys:
         fingerprint = hashlib.sha256(entry.key).hexdigest()[:8]
         begins_s, ends_s = entry.from_s or None, entry.until_s if math.isfinite(entry.until_s) else None
@@ -144,13 +148,18 @@ def _tell_keys(keys: SwarmKeys, as_json: bool) -> None:
         words = "shown" if shown else "taken" if taken else "refused"
         begins = f", shown from {_moment(begins_s)}" if begins_s and not shown else ""
         ends = f", taken until {_moment(ends_s)}" if ends_s else ""
-        lines.append(f"key {fingerprint}  {words}{begins}{ends}")
+        cells.append(("key", fingerprint, f"{words}{begins}{ends}"))
     roots = [
         {"name": root.name, "id": root.id, "public_key": root.public_key.hex()} for root in keys.operators
     ]
-    lines += [f"{root.words}  {root.public_key.hex()}" for root in keys.operators]
-    document = {"swarm": keys.swarm_id, "keys": rows, "operators": roots}
-    click.echo(json.dumps(document, indent=2) if as_json else "\n".join(lines))
+    if as_json:
+        click.echo(json.dumps({"swarm": keys.swarm_id, "keys": rows, "operators": roots}, indent=2))
+        return
+    from p2pdrl.cli.tables import Column, Listing, show
+
+    cells += [("operator", root.id[:8], f"{root.name} {root.public_key.hex()}") for root in keys.operators]
+    show(f"swarm {keys.swarm_id}")
+    show(Listing([Column("what"), Column("id"), Column("is", least=40, wraps="fold")], cells, headers=False))
 
 
 def _moment(wall_s: float) -> str:

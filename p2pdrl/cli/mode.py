@@ -20,7 +20,7 @@ from p2pdrl.cli.formats import (
     percent,
     scientific,
 )
-from p2pdrl.cli.options import Target, api_options, command_options, json_option
+from p2pdrl.cli.options import Target, api_options, command_options, done, json_option, wide_option
 from p2pdrl.cli.status import show_again, watchable
 from p2pdrl.config.schedules import MAX_STAGES
 from p2pdrl.library.commands import command_swarm
@@ -28,6 +28,7 @@ from p2pdrl.library.commands import command_swarm
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from p2pdrl.cli.tables import Cell
     from p2pdrl.membership.swarm_records import SwarmRecords
 
 __all__ = ["mode", "rounds"]
@@ -45,10 +46,11 @@ def mode() -> None:
 @mode.command()
 @api_options
 @json_option
-def show(target: Target, as_json: bool) -> None:
+@wide_option
+def show(target: Target, as_json: bool, wide: bool) -> None:
     """Show the mode in force, its options, and who follows it."""
     client = target.client()
-    show_again(lambda: client.get("/v1/mode"), _mode_view, as_json)
+    show_again(lambda: client.get("/v1/mode"), _mode_view, as_json, wide=wide)
 
 
 class _SetCommand(click.Command):
@@ -90,6 +92,7 @@ class _SetCommand(click.Command):
     help="Wait at most this long until every living member follows; then exit with 1.",
 )
 @click.option("--no-wait", is_flag=True, help="Don't wait.")
+@json_option
 def set_mode(
     target: Target,
     *,
@@ -99,6 +102,7 @@ def set_mode(
     stages: int | None,
     wait_s: float,
     no_wait: bool,
+    as_json: bool,
 ) -> None:
     """Change the mode of the whole swarm, through any node of it.
 
@@ -123,15 +127,16 @@ def set_mode(
 
     record = command_swarm(target, client, f"/v1/mode?{query}", setting)
     epoch, proposer = record.get("epoch"), record.get("proposer")
+    said = {"mode": strategy.mode, "strategy": words, "epoch": epoch, "proposer": proposer}
     if no_wait:
-        click.echo(f"proposed mode {words}, epoch {epoch}")
+        done(f"proposed mode {words}, epoch {epoch}", as_json, **said, followed=False)
         return
 
     def told(following: int, members: int) -> None:
         click.echo(f"{following} of {members} members are in mode {words}", err=True)
 
     client.wait_for_mode(words, (epoch, proposer), wait_s, told)
-    click.echo(f"mode is {words}, epoch {epoch}")
+    done(f"mode is {words}, epoch {epoch}", as_json, **said, followed=True)
 
 
 def _mode_view(document: Mapping[str, Any]) -> RenderableType:
@@ -139,21 +144,24 @@ def _mode_view(document: Mapping[str, Any]) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    from p2pdrl.cli.tables import facts_table, plain_table
+    from p2pdrl.cli.tables import Column, Listing, facts_table
 
-    members = plain_table()
-    for header in ("node", "state", "epoch", "strategy", "role", "follows"):
-        members.add_column(header, no_wrap=True, overflow="ellipsis", max_width=24)
-    for member in document.get("members") or []:
-        if isinstance(member, Mapping):
-            follows = bool(member.get("follows"))
-            cells = [
-                clean(member.get(key) or NONE, 64) for key in ("name", "state", "epoch", "protocol", "role")
-            ]
-            members.add_row(
-                *map(Text, cells), Text("yes" if follows else "not yet", "green" if follows else "yellow")
-            )
-    return Group(facts_table(_facts(document)), Text(), members)
+    columns = [
+        Column("node", least=20),
+        Column("state"),
+        Column("epoch", left=False, rank=3),
+        Column("strategy", rank=1),
+        Column("role", rank=2),
+        Column("follows"),
+    ]
+    members = [member for member in document.get("members") or [] if isinstance(member, Mapping)]
+    rows: list[list[Cell]] = []
+    for member in members:
+        follows = bool(member.get("follows"))
+        cells = [clean(member.get(key) or NONE, 64) for key in ("name", "state", "epoch", "protocol", "role")]
+        rows.append([*cells, Text("yes" if follows else "not yet", "green" if follows else "yellow")])
+    ids = [clean(member.get("id") or NONE, 8) for member in members]
+    return Group(facts_table(_facts(document)), Text(), Listing(columns, rows, ids=ids))
 
 
 def _facts(document: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -204,8 +212,11 @@ def _fact(value: object) -> str:
     help="Only the last N; by default all that the node remembers, 50 at most.",
 )  # fmt: skip
 @json_option
+@wide_option
 @watchable
-def rounds(target: Target, last: int | None, as_json: bool, watch: bool, interval_s: float) -> None:
+def rounds(
+    target: Target, *, last: int | None, as_json: bool, wide: bool, watch: bool, interval_s: float
+) -> None:
     """Show the last rounds of the node's strategy.
 
     Who was merged with which weight, who was missing, and what it cost.
@@ -217,47 +228,56 @@ def rounds(target: Target, last: int | None, as_json: bool, watch: bool, interva
         found = found if isinstance(found, list) else []
         return found if last is None else found[-last:]
 
-    show_again(ask, _rounds_view, as_json, watch, interval_s)
+    show_again(ask, _rounds_view, as_json, watch, interval_s, wide=wide)
 
 
 def _rounds_view(rounds: Sequence[Any]) -> RenderableType:
     """Render a ``/v1/rounds``: one line per round, the newest last."""
     from rich.text import Text
 
-    from p2pdrl.cli.tables import plain_table
+    from p2pdrl.cli.tables import Column, Listing
 
     found = [one for one in rounds if isinstance(one, Mapping)]
     if not found:
         return Text("no rounds yet")
-    table = plain_table()
-    for header in ("when", "strategy", "outcome"):
-        table.add_column(header, no_wrap=True)
-    table.add_column("merged", overflow="fold")
-    table.add_column("missing", overflow="fold")
-    for header in ("bytes", "time", "waited", "changed"):
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("error", overflow="fold")
-    for one in found:
-        good = one.get("outcome") in _GOOD
-        moved = (as_number(one.get("bytes_in")) or 0.0) + (as_number(one.get("bytes_out")) or 0.0)
-        table.add_row(
-            Text(time.strftime("%H:%M:%S", time.localtime(as_number(one.get("time")) or 0))),
-            Text(clean(one.get("protocol", NONE), 20)),
-            Text(clean(one.get("outcome", NONE), 20), "green" if good else "yellow"),
-            Text(_several([_merged(peer) for peer in one.get("merged") or [] if isinstance(peer, Mapping)])),
-            Text(_several([clean(peer, 64) for peer in one.get("missing") or []])),
-            Text(byte_size(moved)),
-            Text(millis(one.get("seconds"))),
-            Text(millis(one.get("waited_s"))),
-            Text(scientific(one.get("changed"))),
-            Text(clean(one.get("error") or "", 200)),
-        )
-    return table
+    columns = [
+        Column("when"),
+        Column("strategy", rank=5),
+        Column("outcome"),
+        Column("merged", least=16, wraps="short"),
+        Column("missing", rank=1, least=12, wraps="short"),
+        Column("bytes", left=False, rank=4),
+        Column("time", left=False, rank=2),
+        Column("waited", left=False, rank=3),
+        Column("changed", left=False, rank=6),
+    ]
+    if any(one.get("error") for one in found):
+        columns.append(Column("error", least=14, wraps="fold"))
+    return Listing(columns, [_round(one)[: len(columns)] for one in found])
+
+
+def _round(one: Mapping[str, Any]) -> list[Cell]:
+    """Its cells, the error last."""
+    from rich.text import Text
+
+    moved = (as_number(one.get("bytes_in")) or 0.0) + (as_number(one.get("bytes_out")) or 0.0)
+    return [
+        time.strftime("%H:%M:%S", time.localtime(as_number(one.get("time")) or 0)),
+        clean(one.get("protocol", NONE), 20),
+        Text(clean(one.get("outcome", NONE), 20), "green" if one.get("outcome") in _GOOD else "yellow"),
+        _several([_merged(peer) for peer in one.get("merged") or [] if isinstance(peer, Mapping)]),
+        _several([clean(peer, 64) for peer in one.get("missing") or []]),
+        byte_size(moved),
+        millis(one.get("seconds")),
+        millis(one.get("waited_s")),
+        scientific(one.get("changed")),
+        clean(one.get("error") or "", 200),
+    ]
 
 
 def _merged(peer: Mapping[str, Any]) -> str:
-    """``node-2×0.50``."""
-    return f"{clean(peer.get('name', '?'), 64)}×{fixed(peer.get('weight'), 2)}"
+    """``node-2×0.50``, one word."""
+    return f"{clean(peer.get('name', '?'), 64).replace(' ', '_')}×{fixed(peer.get('weight'), 2)}"
 
 
 def _several(words: Sequence[str]) -> str:

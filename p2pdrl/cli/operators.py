@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from p2pdrl.cli.formats import clean
-from p2pdrl.cli.options import Target, api_options, command_options, json_option
+from p2pdrl.cli.options import Target, api_options, command_options, done, json_option, wide_option
 from p2pdrl.errors import P2PDRLError, UsageError
 from p2pdrl.library.commands import sign_record, signing_operator, told_records
 
@@ -36,7 +36,8 @@ def operators() -> None:
 @operators.command("list")
 @api_options
 @json_option
-def list_operators(target: Target, as_json: bool) -> None:
+@wide_option
+def list_operators(target: Target, as_json: bool, wide: bool) -> None:
     """List all operators, and who wrote what is in force."""
     told = target.client().get("/v1/records")
     told = told if isinstance(told, dict) else {}
@@ -51,16 +52,32 @@ def list_operators(target: Target, as_json: bool) -> None:
         return
     if not rows:
         click.echo("nobody in particular: every member may command this swarm")
-    for row in rows:
-        name, digits = clean(row.get("name"), 32), clean(row.get("id"), 32)[:8]
-        kind = "root" if row.get("root") else "named by a root operator"
-        click.echo(f"{name}  {digits}  {kind}  {clean(row.get('public_key'), 64)}")
+        return
+    from p2pdrl.cli.tables import Column, Listing, show
+
+    columns = [
+        Column("operator", least=12),
+        Column("id"),
+        Column("named by"),
+        Column("public key", rank=1, least=64),
+    ]
+    cells = [
+        (
+            clean(row.get("name"), 64),
+            clean(row.get("id"), 8),
+            "the swarm's key" if row.get("root") else "a root operator",
+            clean(row.get("public_key"), 64),
+        )
+        for row in rows
+    ]
+    show(Listing(columns, cells), wide=wide)
 
 
 @operators.command()
 @click.argument("public", metavar="KEY:NAME")
 @command_options
-def add(target: Target, public: str) -> None:
+@json_option
+def add(target: Target, public: str, as_json: bool) -> None:
     """Let one more person command the swarm: KEY:NAME as `p2pdrl keygen --operator-only` prints it."""
     new = read_public(public)
     client = target.client()
@@ -68,13 +85,14 @@ def add(target: Target, public: str) -> None:
     if any(held.public_key == new.public_key for held in records.operators):
         raise P2PDRLError(f"{new.words} is an operator already")
     _list(client, records, operator, [*_named(records), new])
-    click.echo(f"{new.words} may command the swarm from now on")
+    done(f"{new.words} may command the swarm from now on", as_json, **_facts(new), may_command=True)
 
 
 @operators.command()
 @click.argument("who", metavar="NAME|ID")
 @command_options
-def remove(target: Target, who: str) -> None:
+@json_option
+def remove(target: Target, who: str, as_json: bool) -> None:
     """Let somebody command no more.
 
     What he wrote and is in force is signed anew by you, and stays. Root operators are in the key file:
@@ -96,7 +114,11 @@ def remove(target: Target, who: str) -> None:
         if record.proposer == found[0].id and record.key != "halt":
             sign_record(client, records, operator, record.key, records.value(record.key))
     _list(client, records, operator, [named for named in _named(records) if named != found[0]])
-    click.echo(f"{found[0].words} commands no more")
+    done(f"{found[0].words} commands no more", as_json, **_facts(found[0]), may_command=False)
+
+
+def _facts(operator: Operator) -> dict[str, str]:
+    return {"name": operator.name, "id": operator.id, "public_key": operator.public_key.hex()}
 
 
 def read_public(text: str) -> Operator:

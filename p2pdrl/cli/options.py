@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import click
 
 from p2pdrl.cli.completion import complete_presets
+from p2pdrl.errors import UsageError
 from p2pdrl.library.commands import Target
 
 __all__ = [
@@ -19,9 +23,12 @@ __all__ = [
     "as_arguments",
     "command_options",
     "config_options",
+    "done",
     "json_option",
-    "policy_peer_options",
+    "policy_options",
+    "require_writable",
     "split_addresses",
+    "wide_option",
 ]
 
 Command = Callable[..., Any]
@@ -83,15 +90,43 @@ def config_options(command: Command) -> Command:
     )(command)  # fmt: skip
 
 
-def policy_peer_options(command: Command) -> Command:
-    """Add ``--swarm-key-file`` and ``--data-dir``, for commands that may take a policy of a running node."""
-    command = click.option(
-        "--data-dir", metavar="FOLDER", help="With --peer: that node's data folder, where its token is."
-    )(command)
-    return click.option(
-        "--swarm-key-file", envvar="P2PDRL_SWARM_KEY_FILE", metavar="FILE",
-        help="With --peer, for a node on another machine.  [env: P2PDRL_SWARM_KEY_FILE]",
-    )(command)  # fmt: skip
+def policy_options(command: Command) -> Command:
+    """Add what names a policy: CHECKPOINT, or a running node by ``--api`` and how to reach it.
+
+    The command gets ``checkpoint`` and ``peer``, one of which is None. P2PDRL_API names a node where no
+    CHECKPOINT is given.
+    """
+
+    @functools.wraps(command)
+    def wrapped(*args: Any, checkpoint: Path | None, peer: str | None, **kwargs: Any) -> Any:
+        source = click.get_current_context().get_parameter_source("peer")
+        if checkpoint is not None and source is click.core.ParameterSource.ENVIRONMENT:
+            peer = None
+        if (checkpoint is None) == (peer is None):
+            raise click.UsageError(
+                "name either a CHECKPOINT, as in DATA_DIR/checkpoints, or --api HOST:PORT for what a running "
+                "node holds now"
+            )
+        return command(*args, checkpoint=checkpoint, peer=peer, **kwargs)
+
+    for option in reversed(
+        [
+            click.argument("checkpoint", type=click.Path(path_type=Path), required=False),
+            click.option(
+                "--api", "--peer", "peer", envvar="P2PDRL_API", metavar="HOST:PORT",
+                help="Take the current policy of this running node instead.  [env: P2PDRL_API]",
+            ),
+            click.option(
+                "--swarm-key-file", envvar="P2PDRL_SWARM_KEY_FILE", metavar="FILE",
+                help="Key of its swarm, for a node on another machine.  [env: P2PDRL_SWARM_KEY_FILE]",
+            ),
+            click.option(
+                "--data-dir", metavar="FOLDER", help="That node's data folder, where its token is."
+            ),
+        ]
+    ):  # fmt: skip
+        wrapped = option(wrapped)
+    return wrapped
 
 
 class Span(click.ParamType[float]):
@@ -111,6 +146,14 @@ class Span(click.ParamType[float]):
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
+wide_option = click.option(
+    "--wide", is_flag=True, help="Leave nothing out of the table, however wide the terminal is."
+)
+
+
+def done(words: str, as_json: bool, **facts: object) -> None:
+    """Say that a command has done what it was asked for: in words, or as JSON of what they say."""
+    click.echo(json.dumps(facts, indent=2) if as_json else words)
 
 
 def as_arguments(options: Mapping[str, object]) -> list[str]:
@@ -120,6 +163,19 @@ def as_arguments(options: Mapping[str, object]) -> list[str]:
         if value is not None and value is not False:
             arguments += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     return arguments
+
+
+def require_writable(option: str, file: Path) -> None:
+    """See that a file can be written, before the work is done whose result it is to hold.
+
+    Raises:
+        UsageError: there is no such folder, or we may not write there.
+    """
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"{option} {file}: there is no folder {folder}; make it, or name another")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise UsageError(f"{option} {file}: you may not write there; name a file in another folder")
 
 
 def split_addresses(values: tuple[str, ...]) -> list[str]:

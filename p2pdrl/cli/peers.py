@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 import click
 
 from p2pdrl.cli.formats import clean
-from p2pdrl.cli.options import Target, api_options, command_options, json_option
+from p2pdrl.cli.options import Target, api_options, command_options, done, json_option, wide_option
 from p2pdrl.cli.status import show_again, watchable
 from p2pdrl.errors import P2PDRLError
 from p2pdrl.library.commands import command_swarm
@@ -24,23 +24,29 @@ __all__ = ["peers"]
 @click.group(invoke_without_command=True)
 @api_options
 @json_option
+@wide_option
 @watchable
 @click.pass_context
-def peers(context: click.Context, target: Target, as_json: bool, watch: bool, interval_s: float) -> None:
+def peers(
+    context: click.Context, *, target: Target, as_json: bool, wide: bool, watch: bool, interval_s: float
+) -> None:
     """List every member that the node knows, or ban one."""
     if context.invoked_subcommand is not None:
         return
     from p2pdrl.cli.tables import ADDRESSES, members_table
 
     client = target.client()
-    show_again(client.peers, lambda peers: members_table(peers, ADDRESSES), as_json, watch, interval_s)
+    show_again(
+        client.peers, lambda peers: members_table(peers, ADDRESSES), as_json, watch, interval_s, wide=wide
+    )
 
 
 @peers.command()
 @click.argument("node", metavar="ID|NAME")
 @command_options
 @click.option("--reason", default="", metavar="TEXT", help="Told to the node and to everybody.")
-def ban(target: Target, node: str, reason: str) -> None:
+@json_option
+def ban(target: Target, node: str, reason: str, as_json: bool) -> None:
     """Have every member refuse a node from now on.
 
     It is known by its id, which is that of its key: with a new data folder it is another node. Who holds
@@ -57,14 +63,18 @@ def ban(target: Target, node: str, reason: str) -> None:
         return BANS, with_ban(_bans(records), Ban(node_id, name[:64], reason[:100], by[:100]))
 
     query = urlencode({"node": node_id, "reason": reason[:100]})
-    command_swarm(target, client, f"/v1/ban?{query}", setting)
-    click.echo(f"{clean(name, 64)} ({node_id[:8]}) is banned")
+    record = command_swarm(target, client, f"/v1/ban?{query}", setting)
+    done(
+        f"{clean(name, 64)} ({node_id[:8]}) is banned", as_json, id=node_id, name=name, banned=True,
+        reason=reason[:100], epoch=record.get("epoch"), proposer=record.get("proposer"),
+    )  # fmt: skip
 
 
 @peers.command()
 @click.argument("node", metavar="ID|NAME")
 @command_options
-def unban(target: Target, node: str) -> None:
+@json_option
+def unban(target: Target, node: str, as_json: bool) -> None:
     """Have every member take a banned node again."""
     client = target.client()
     found = _one([row for row in client.peers() if row.get("state") == "banned"], node)
@@ -75,8 +85,12 @@ def unban(target: Target, node: str) -> None:
 
         return BANS, without_ban(_bans(records), node_id)
 
-    command_swarm(target, client, f"/v1/unban?{urlencode({'node': node_id})}", setting)
-    click.echo(f"{clean(found.get('name') or '?', 64)} ({node_id[:8]}) may join again")
+    record = command_swarm(target, client, f"/v1/unban?{urlencode({'node': node_id})}", setting)
+    name = found.get("name") or "?"
+    done(
+        f"{clean(name, 64)} ({node_id[:8]}) may join again", as_json, id=node_id, name=name, banned=False,
+        epoch=record.get("epoch"), proposer=record.get("proposer"),
+    )  # fmt: skip
 
 
 def _bans(records: SwarmRecords) -> BansSetting:

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from p2pdrl.cli.formats import age, clean, grouped
-from p2pdrl.cli.options import Target, api_options, config_options, json_option
+from p2pdrl.cli.options import Target, api_options, config_options, done, json_option
 from p2pdrl.config.schedules import MAX_CHUNKS, MAX_STAGES
 from p2pdrl.errors import ConfigError, P2PDRLError, UsageError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from p2pdrl.pipeline.timeline import Timeline
 
-__all__ = ["pipeline", "timeline_document", "timeline_lines"]
+__all__ = ["pipeline", "timeline_document", "timeline_parts"]
 
 _WIDTH = 100
 """Columns of output that doesn't go to a terminal."""
@@ -137,7 +139,15 @@ def plan(
     if as_json:
         click.echo(json.dumps({"schedule": schedule, **timeline_document(timeline)}, indent=2))
     else:
-        click.echo("\n".join(timeline_lines(schedule, timeline)))
+        _show(timeline_parts(schedule, timeline))
+
+
+def _show(parts: list[RenderableType]) -> None:
+    from rich.console import Group
+
+    from p2pdrl.cli.tables import show
+
+    show(Group(*parts))
 
 
 def timeline_document(timeline: Timeline) -> dict[str, Any]:
@@ -168,14 +178,15 @@ def timeline_document(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def timeline_lines(schedule: str, timeline: Timeline) -> list[str]:
+def timeline_parts(schedule: str, timeline: Timeline) -> list[RenderableType]:
     """Return a picture, and what it comes to."""
+    from p2pdrl.cli.tables import Column, Listing
     from p2pdrl.pipeline.timeline import draw, legend
 
     ranks = len(timeline.rows)
     several = f" on {ranks} ranks" if timeline.stages > ranks else ""
     ideal = f"with equal stages and free messages {timeline.ideal_speedup:.2f}"
-    lines = [
+    lines: list[RenderableType] = [
         f"{schedule}: {timeline.microbatches} microbatches through {timeline.stages} stages{several}",
         "",
         *draw(timeline, shutil.get_terminal_size((_WIDTH, 24)).columns),
@@ -185,14 +196,14 @@ def timeline_lines(schedule: str, timeline: Timeline) -> list[str]:
         f"speed-up  {timeline.speedup:.2f} of {ranks}; {ideal}",
         "",
     ]
-    computes = [f"{busy_s:.4g} s" for busy_s in timeline.busy_s]
-    wide = max(len("computes"), *map(len, computes))
-    lines.append(f"rank   {'computes':>{wide}}   bubble   stored activations")
-    for rank, (busy, bubble, stored) in enumerate(
-        zip(computes, timeline.bubbles, timeline.stored, strict=True)
-    ):
-        lines.append(f"{rank:>4}   {busy:>{wide}}   {bubble:>6.1%}   {stored:>18}")
-    return lines
+    computes = [
+        (str(rank), f"{busy_s:.4g} s", f"{bubble:.1%}", str(stored))
+        for rank, (busy_s, bubble, stored) in enumerate(
+            zip(timeline.busy_s, timeline.bubbles, timeline.stored, strict=True)
+        )
+    ]
+    heads = ("rank", "computes", "bubble", "stored activations")
+    return [*lines, Listing([Column(head, left=False) for head in heads], computes, gap=3)]
 
 
 @pipeline.command()
@@ -215,7 +226,8 @@ def timeline_lines(schedule: str, timeline: Timeline) -> list[str]:
     metavar="SECONDS",
     help="How far back, as far as each rank remembers.",
 )
-def trace(target: Target, *, path: Path, seconds: float) -> None:
+@json_option
+def trace(target: Target, *, path: Path, seconds: float, as_json: bool) -> None:
     """Write what a node's pipeline did lately, a row for each of its ranks.
 
     For chrome://tracing or ui.perfetto.dev. Each rank remembers its last few thousand boxes; how far back
@@ -237,6 +249,10 @@ def trace(target: Target, *, path: Path, seconds: float) -> None:
         click.echo(json.dumps(document))
     else:
         _write("--output", path, document)
+    if as_json and not piped:
+        missing, told = others.get("missing") or {}, others.get("told") or {}
+        done("", as_json, file=str(path), boxes=boxes, told=told, missing=missing)
+        return
     click.echo(f"{grouped(boxes)} boxes are in {'standard output' if piped else path}", err=piped)
     for name, told in (others.get("told") or {}).items():
         click.echo(f"  {clean(name, 80)}: {_covered(told)}", err=piped)
@@ -282,13 +298,16 @@ def _plan_task(
     Raises:
         ConfigError: it can't be planned; blocks that could be measured are listed before.
     """
-    from p2pdrl.cli.pipeline_plan import plan_document, plan_lines, plan_task
+    from p2pdrl.cli.pipeline_plan import plan_document, plan_parts, plan_task
     from p2pdrl.pipeline.layers import PeerLink
 
     found = plan_task(files, sets, PeerLink(*link))
     if trace is not None and found.timeline is not None:
         _write_trace(trace, found.schedule, found.timeline)
-    click.echo(json.dumps(plan_document(found), indent=2) if as_json else "\n".join(plan_lines(found)))
+    if as_json:
+        click.echo(json.dumps(plan_document(found), indent=2))
+    else:
+        _show(plan_parts(found))
     if found.refused:
         raise ConfigError(found.refused)
 

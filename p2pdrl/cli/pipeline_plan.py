@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+from rich.console import RenderableType
 
 from p2pdrl.cli.formats import clean
-from p2pdrl.cli.pipeline import timeline_document, timeline_lines
+from p2pdrl.cli.pipeline import timeline_document, timeline_parts
+from p2pdrl.cli.tables import Column, Listing
 from p2pdrl.config.checks import too_few_blocks
 from p2pdrl.config.loader import resolve
 from p2pdrl.config.root import Config
@@ -27,7 +29,7 @@ from p2pdrl.pipeline.wording import in_bytes, in_seconds
 from p2pdrl.strategies.pipeline.planning import Design, RankCandidate, design, measured_with
 from p2pdrl.workers.pipeline.protocol import Blocks
 
-__all__ = ["TaskPlan", "plan_document", "plan_lines", "plan_task"]
+__all__ = ["TaskPlan", "plan_document", "plan_parts", "plan_task"]
 
 MEASURE_S = 600.0
 """The longest that the child may take; most of it would be for a large model."""
@@ -193,12 +195,16 @@ def plan_document(found: TaskPlan) -> dict[str, Any]:
     return document
 
 
-def plan_lines(found: TaskPlan) -> list[str]:
+def plan_parts(found: TaskPlan) -> list[RenderableType]:
     """Return the blocks, and the plan where there is one."""
     rows, what = found.rows
     part = f"1/{found.parts} of a minibatch" if found.parts > 1 else "a whole minibatch"
     measured = f"measured on {found.device} with {part} ({rows} {what})"
-    lines = [f"{clean(found.subject, 80)}: {len(found.layers)} blocks, {measured}", "", *_blocks(found)]
+    lines: list[RenderableType] = [
+        f"{clean(found.subject, 80)}: {len(found.layers)} blocks, {measured}",
+        "",
+        _blocks(found),
+    ]
     if found.plan is None or found.timeline is None:
         return lines if found.refused else [*lines, "", _NO_STRATEGY]
     bubbles, plan = found.timeline.bubbles, found.plan
@@ -207,7 +213,7 @@ def plan_lines(found: TaskPlan) -> list[str]:
         "",
         f"cuts      {list(plan.cuts)}: {held}",
         "",
-        *timeline_lines(plan.schedule, found.timeline),
+        *timeline_parts(plan.schedule, found.timeline),
         "",
         f"bubble    {sum(bubbles) / len(bubbles):.1%}, the ranks' mean",
     ]
@@ -218,14 +224,23 @@ def _held(numbers: tuple[int, ...], rank: int) -> str:
     return f"rank {rank} holds {', '.join(map(str, numbers))}"
 
 
-def _blocks(found: TaskPlan) -> list[str]:
-    titles = [clean(layer.name, 60) for layer in found.layers]
-    wide = max(len("what it is"), *map(len, titles))
-    lines = [f"block  {'what it is':<{wide}}  parameters     output       kept    forward   backward"]
-    for number, (title, layer) in enumerate(zip(titles, found.layers, strict=True)):
-        lines.append(
-            f"{number:>5}  {title:<{wide}}  {in_bytes(layer.parameter_bytes):>10} "
-            f"{in_bytes(layer.output_bytes):>10} {in_bytes(layer.kept_bytes):>10} "
-            f"{in_seconds(layer.forward_s):>10} {in_seconds(layer.backward_s):>10}"
+def _blocks(found: TaskPlan) -> Listing:
+    heads = ("parameters", "output", "kept", "forward", "backward")
+    columns = [
+        Column("block", left=False),
+        Column("what it is", least=20),
+        *(Column(head, left=False, rank=rank) for rank, head in zip((3, 4, 5, 1, 2), heads, strict=True)),
+    ]
+    cells = [
+        (
+            str(number),
+            clean(layer.name, 60),
+            in_bytes(layer.parameter_bytes),
+            in_bytes(layer.output_bytes),
+            in_bytes(layer.kept_bytes),
+            in_seconds(layer.forward_s),
+            in_seconds(layer.backward_s),
         )
-    return lines
+        for number, layer in enumerate(found.layers)
+    ]
+    return Listing(columns, cells)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import textwrap
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
@@ -37,15 +37,16 @@ def presets(context: click.Context, matrix: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(summaries, indent=2))
         return
-    width = max(map(len, summaries), default=0)
-    for name, summary in summaries.items():
-        click.echo(f"{name:<{width}}  {summary}")
+    from p2pdrl.cli.tables import Column, Listing, show
+
+    columns = [Column("preset"), Column("what it is", least=30, wraps="fold")]
+    show(Listing(columns, list(summaries.items()), headers=False), lines=True)
 
 
-@presets.command()
+@presets.command("show")
 @click.argument("name")
 @json_option
-def show(name: str, as_json: bool) -> None:
+def show_preset(name: str, as_json: bool) -> None:
     """Show what a preset is, where its values come from, and the whole configuration that it gives.
 
     Values that the preset itself gives are marked with a *.
@@ -67,14 +68,19 @@ def show(name: str, as_json: bool) -> None:
         }
         click.echo(json.dumps(document, indent=2))
         return
+    from p2pdrl.cli.tables import Column, Listing, show
     from p2pdrl.config.describe import toml_value
     from p2pdrl.config.schema import dotted, leaves
 
-    click.echo(f"{name}\n\n{about}\n\nfile: {path}\nuse:  p2pdrl node --config {name}\n")
-    for keys, value in leaves(resolved.config):
-        key = dotted(keys)
-        if key.startswith("task.") or key in given:
-            click.echo(f"{'*' if key in given else ' '} {key} = {toml_value(value)}")
+    show(f"{name}\n\n{about}\n\nfile: {path}\nuse:  p2pdrl node --config {name}\n", lines=True)
+    told = [(dotted(keys), toml_value(value)) for keys, value in leaves(resolved.config)]
+    rows = [
+        ("*" if key in given else "", f"{key} = {value}")
+        for key, value in told
+        if key.startswith("task.") or key in given
+    ]
+    columns = [Column("given"), Column("key and value", least=40, wraps="fold")]
+    show(Listing(columns, rows, headers=False, gap=1), lines=True)
 
 
 def _show_matrix(*, as_json: bool) -> None:
@@ -103,23 +109,33 @@ def _show_matrix(*, as_json: bool) -> None:
         marks[cell.names] = str(reasons.setdefault(why, len(reasons) + 1)) if why else "✓"
     algorithms = list(dict.fromkeys(cell.names[0] for cell in cells))
     strategies = list(dict.fromkeys(cell.names[1] for cell in cells))
-    heads = [_in_two(name) for name in strategies]
-    widths = [max(map(len, head)) for head in heads]
+    from p2pdrl.cli.tables import Column, Listing, console
+
+    out = console()
     first = max(map(len, algorithms))
     for placement, what in PLACEMENTS.items():
-        click.echo(f"{placement}: {what}")
-        for line in (0, 1):
-            told = (f"{head[line]:<{width}}" for head, width in zip(heads, widths, strict=True))
-            click.echo(" ".join((" " * first, *told)).rstrip())
-        for algorithm in algorithms:
-            told = (
-                f"{marks[algorithm, strategy, placement]:<{width}}"
-                for strategy, width in zip(strategies, widths, strict=True)
-            )
-            click.echo(" ".join((f"{algorithm:<{first}}", *told)).rstrip())
-        click.echo()
-    for why, number in reasons.items():
-        click.echo(textwrap.fill(f"{number}  {why}", 100, subsequent_indent="   "))
+        out.print(f"{placement}: {what}")
+        for some in _blocks(strategies, out.width - first):
+            columns = [Column(""), *(Column("\n".join(_in_two(name))) for name in some)]
+            lines = [[one, *(marks[one, strategy, placement] for strategy in some)] for one in algorithms]
+            out.print(Listing(columns, lines, gap=1))
+            out.print()
+    columns = [Column("number"), Column("why", least=30, wraps="fold")]
+    out.print(Listing(columns, [(str(number), why) for why, number in reasons.items()], headers=False))
+
+
+def _blocks(strategies: Sequence[str], room: int) -> Iterator[list[str]]:
+    """Groups of strategies whose columns stand beside each other in so much room."""
+    block: list[str] = []
+    taken = 0
+    for name in strategies:
+        width = 1 + max(map(len, _in_two(name)))
+        if block and taken + width > room:
+            yield block
+            block, taken = [], 0
+        block.append(name)
+        taken += width
+    yield block
 
 
 LONGEST_HEAD = 7

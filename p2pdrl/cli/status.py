@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from p2pdrl.cli import formats
-from p2pdrl.cli.options import Target, api_options, json_option
+from p2pdrl.cli.options import Target, api_options, json_option, wide_option
 from p2pdrl.errors import DaemonUnreachableError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-__all__ = ["show_again", "status", "status_view", "top", "watch", "watchable"]
+__all__ = ["show_again", "status", "status_view", "top", "top_view", "watch", "watchable"]
 
 T = TypeVar("T")
 
@@ -48,18 +48,25 @@ def status(target: Target, as_json: bool, watch: bool, interval_s: float) -> Non
     metavar="SECONDS", help="Pause between pictures.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print what it shows as JSON, once, and end.")
-def top(target: Target, interval_s: float, as_json: bool) -> None:
-    """Watch the members live."""
-    from p2pdrl.cli.tables import swarm_view
+@wide_option
+def top(target: Target, interval_s: float, as_json: bool, wide: bool) -> None:
+    """Watch the members live.
 
+    With the curves of the mean return and of the steps per second since the start, as far as the node knows.
+    """
     client = target.client()
 
     def ask() -> dict[str, Any]:
-        return {"status": client.status(), "peers": client.peers()}
+        return {"status": client.status(), "peers": client.peers(), "history": client.get("/v1/history")}
 
-    show_again(
-        ask, lambda found: swarm_view(found["status"], found["peers"]), as_json, not as_json, interval_s
-    )
+    show_again(ask, top_view, as_json, not as_json, interval_s, wide=wide)
+
+
+def top_view(found: Mapping[str, Any]) -> RenderableType:
+    """Render what ``top`` asks for: ``status``, ``peers`` and ``history``."""
+    from p2pdrl.cli.tables import swarm_view
+
+    return swarm_view(found["status"], found["peers"], history=found.get("history"))
 
 
 def show_again(
@@ -68,8 +75,13 @@ def show_again(
     as_json: bool,
     again: bool = False,
     interval_s: float = 0.0,
+    *,
+    wide: bool = False,
 ) -> None:
-    """Print once or again and again, as JSON (with --watch one document per line) or as a table."""
+    """Print once or again and again, as JSON (with --watch one document per line) or as a table.
+
+    A table that is wider than its terminal is shown one below the other, where it could be scrolled to.
+    """
     if as_json:
         while again:
             click.echo(json.dumps(ask()))
@@ -79,11 +91,11 @@ def show_again(
     from p2pdrl.cli.tables import console
 
     if again:
-        watch(lambda: view(ask()), console(), interval_s)
-    console().print(view(ask()))
+        watch(lambda: view(ask()), console(wide=wide), interval_s, live=not wide)
+    console(wide=wide).print(view(ask()))
 
 
-def watch(show: Callable[[], RenderableType], out: Console, interval_s: float) -> None:
+def watch(show: Callable[[], RenderableType], out: Console, interval_s: float, *, live: bool = True) -> None:
     """Ask and show every ``interval_s`` for ever: live on a terminal, one below the other elsewhere.
 
     Raises:
@@ -103,16 +115,16 @@ def watch(show: Callable[[], RenderableType], out: Console, interval_s: float) -
             return Group(last, Text(f"\n{error}", style="red"))
         return last
 
-    if not out.is_terminal:
+    if not live or not out.is_terminal or out.is_dumb_terminal:
         out.print(last)
         while True:
             out.print()
             time.sleep(interval_s)
             out.print(again())
-    with Live(last, console=out, auto_refresh=False, transient=False) as live:
+    with Live(last, console=out, auto_refresh=False, transient=False) as picture:
         while True:
             time.sleep(interval_s)
-            live.update(again(), refresh=True)
+            picture.update(again(), refresh=True)
 
 
 def status_view(status: Mapping[str, Any]) -> RenderableType:

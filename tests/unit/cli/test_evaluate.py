@@ -37,8 +37,10 @@ def child(monkeypatch):
     return calls, outcome
 
 
-def test_a_file(p2pdrl, child, tmp_path):
+def test_a_file(p2pdrl, child, tmp_path, monkeypatch):
     calls, _ = child
+    monkeypatch.setattr("p2pdrl.cli.evaluate.VIDEO_PACKAGES", ())
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "x.safetensors"
     path.write_bytes(b"parameters")
     result = p2pdrl("eval", str(path), "--episodes", "3", "--allow-import", "--video", "out.mp4")

@@ -64,4 +64,4 @@ def test_the_childs_failure_is_ours(p2pdrl, child):
 def test_one_source_is_named(p2pdrl, arguments):
     result = p2pdrl("export", *arguments, "--out", "policy.onnx")
     assert result.exit_code == 2
-    assert "either a CHECKPOINT or --peer" in result.stderr
+    assert "either a CHECKPOINT, as in DATA_DIR/checkpoints, or --api" in result.stderr

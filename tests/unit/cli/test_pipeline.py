@@ -154,7 +154,7 @@ def test_planning_imports_nothing_heavy():
         "from p2pdrl.cli import main\n"
         "args = ['pipeline', 'plan', '--stages', '2', '--microbatches', '2']\n"
         "assert main.run_command(main.cli, 'p2pdrl', args) == 0\n"
-        "heavy = {'rich', 'aiohttp', 'numpy', 'torch', 'msgspec'} & set(sys.modules)\n"
+        "heavy = {'aiohttp', 'numpy', 'torch', 'msgspec'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     done = subprocess.run(

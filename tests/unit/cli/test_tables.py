@@ -284,7 +284,7 @@ def test_status_without_a_pipeline_has_no_such_line():
 @pytest.mark.parametrize(
     ("stop", "shown"),
     [
-        ({"env_steps": 960_000}, "25% of 960k steps"),
+        ({"env_steps": 960_000}, "25% of 960k steps  ·  0:02:00 left"),
         ({"time_s": 600.0}, "until 0:10:00"),
         ({"mean_return": 475.0}, "goal: return 475"),
         ({"reached": True, "reason": "240,000 steps are done"}, "done"),
