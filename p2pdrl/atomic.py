@@ -25,6 +25,7 @@ _ADVICE = {
     errno.EACCES: "permission denied: mend the folder's owner, or name another one with --data-dir",
     errno.EPERM: "permission denied: mend the folder's owner, or name another one with --data-dir",
     errno.EIO: "the disk reports an error: look at the system log, and name a folder on another disk",
+    errno.ENOENT: "there can be no such folder: name another one with --data-dir",
     errno.ENOTDIR: "a part of the path is a file: name another folder with --data-dir",
 }
 

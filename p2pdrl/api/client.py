@@ -177,12 +177,19 @@ class NodeClient:
         with self._open("POST", path, body=body) as response:
             return self._dict(self._json(response))
 
-    def download(self, path: str, out: IO[bytes]) -> int:
-        """GET a file in pieces and return its length in bytes; errors as for `get`."""
+    def download(
+        self, path: str, out: IO[bytes], told: Callable[[int, int], None] = lambda _done, _total: None
+    ) -> int:
+        """GET a file in pieces and return its length in bytes; errors as for `get`.
+
+        Args:
+            told: called with the bytes that have come, and their whole number where that is known.
+        """
         with self._open("GET", path) as response:
             expected, length = response.length, 0
             while piece := response.read(_PIECE_BYTES):
                 length += _write(out, piece)
+                told(length, expected or length)
             if expected is not None and length != expected:
                 raise DaemonUnreachableError(f"the node at {self.address} broke off after {length} bytes")
             return length

@@ -130,7 +130,9 @@ def _write_new(path: Path, line: str) -> None:
             f"{path} exists already, and a key is never overwritten: name another file"
         ) from None
     except OSError as error:
-        raise UsageError(f"can't write the key to {path}: {error.strerror}") from None
+        raise UsageError(
+            f"can't write the key to {path}: {error.strerror}; name a file in a folder of yours"
+        ) from None
     with os.fdopen(descriptor, "wb") as file:
         file.write(f"{line}\n".encode())
         file.flush()
@@ -178,7 +180,9 @@ def rotate_swarm_key(
     try:
         write_atomic(path, "".join(f"{line}\n" for line in lines).encode())
     except OSError as error:
-        raise UsageError(f"can't write the key to {path}: {error.strerror}") from None
+        raise UsageError(
+            f"can't write the key to {path}: {error.strerror}; name a file in a folder of yours"
+        ) from None
     return made
 
 
@@ -247,7 +251,9 @@ def read_swarm_keys(path: str | Path) -> SwarmKeys:
     try:
         return _parse(text)
     except ValueError:
-        raise UsageError(f"{path} isn't a swarm key: make one with `p2pdrl keygen`") from None
+        raise UsageError(
+            f"{path} isn't a swarm key: copy the swarm's file again, or make one with `p2pdrl keygen FILE`"
+        ) from None
 
 
 def _read_secret(path: Path, what: str, how: str) -> str:

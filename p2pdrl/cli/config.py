@@ -81,7 +81,7 @@ def init(file: Path | None) -> None:
     except FileExistsError:
         raise UsageError(f"{file} exists already: name another file, or remove it first") from None
     except OSError as error:
-        raise UsageError(f"can't write {file}: {error.strerror}") from None
+        raise UsageError(f"can't write {file}: {error.strerror}; name a file in a folder of yours") from None
     click.echo(f"wrote {file}: take away the # of what you want to change", err=True)
 
 

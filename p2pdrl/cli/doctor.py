@@ -30,6 +30,7 @@ from p2pdrl.cli.options import json_option, split_addresses
 from p2pdrl.cli.tables import Column, Listing, show
 from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, UnhealthyError, UsageError
 from p2pdrl.ids import PROTOCOL_VERSION
+from p2pdrl.telemetry.progress import Progress
 from p2pdrl.transport.protocol import Address
 
 __all__ = ["Check", "checks_table", "doctor", "machine_checks", "membership_checks", "peer_checks"]
@@ -472,13 +473,20 @@ def doctor(
     Each line says ok, warn or fail, and what to do. The exit code is 4 if anything fails.
     """  # fmt: skip
     keys = read_swarm_keys(swarm_key_file) if swarm_key_file else None
+    addresses = split_addresses(peers)
+    for address in addresses:
+        parse_api(address)  # a bad one fails before anything is looked at
     folder = _root() / "node-1" if data_dir is None else Path(data_dir).expanduser()
     invited, member = membership_checks(folder, time.time()) if keys is None else ([], None)
     checks = [*machine_checks(data_dir, listen), *invited]
     if keys is not None:
         checks.append(_operators(keys))
-    for address in split_addresses(peers):
-        checks += peer_checks(address, keys, listen=listen, member=member)
+    with Progress() as progress:
+        if addresses:
+            progress.part("asking the peers")
+        for done, address in enumerate(addresses):
+            checks += peer_checks(address, keys, listen=listen, member=member)
+            progress.at(done + 1, len(addresses))
     failed = sum(check.result == "fail" for check in checks)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode({"ok": not failed, "checks": checks}), indent=2))

@@ -159,7 +159,8 @@ def _tell_keys(keys: SwarmKeys, as_json: bool) -> None:
 
     cells += [("operator", root.id[:8], f"{root.name} {root.public_key.hex()}") for root in keys.operators]
     show(f"swarm {keys.swarm_id}")
-    show(Listing([Column("what"), Column("id"), Column("is", least=40, wraps="fold")], cells, headers=False))
+    columns = [Column("what"), Column("id"), Column("is", least=40, wraps="fold")]
+    show(Listing(columns, cells, headers=False), lines=True)
 
 
 def _moment(wall_s: float) -> str:

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -86,11 +87,9 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """As click does, with a guess for a name that doesn't exist."""
         if args and not args[0].startswith("-") and args[0] not in COMMANDS:
-            import difflib
+            from p2pdrl.cli.usage import no_such_command
 
-            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            ctx.fail(f"No such command {args[0]!r}.{hint}")
+            ctx.fail(no_such_command(args[0], list(COMMANDS), "`p2pdrl --help`"))
         return super().resolve_command(ctx, args)
 
 
@@ -133,6 +132,9 @@ def cli() -> None:
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and end the process with the code of the table above."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that can't show a sign gets a question mark
     sys.exit(run_command(cli, "p2pdrl", args))
 
 
@@ -144,8 +146,15 @@ def run_command(command: click.Command, name: str, args: Sequence[str] | None = 
     try:
         code = command.main(args=args, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
+        return error.exit_code
+    except click.ClickException as error:
+        from p2pdrl.cli.usage import explain, pointer
+
+        print(f"{name}: {explain(error)}", file=sys.stderr)
+        if more := pointer(error):
+            print(more, file=sys.stderr)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return 130

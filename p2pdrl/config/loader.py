@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from p2pdrl.config import schema
+from p2pdrl.config import schema, suggest
 from p2pdrl.config.checks import problems
 from p2pdrl.config.root import Config
 from p2pdrl.config.schema import TAG, KeyPath, coerce, coerce_text, dotted, parse_text, shown
@@ -134,7 +134,9 @@ class _Merge:
         try:
             value = given.coerce(annotation)
         except ValueError as error:
-            self._complaints.append(f"{dotted(path)} = {shown(given.value)} {given.origin.phrase()}: {error}")
+            near = suggest.value(dotted(path), given.value, schema.choices(annotation))
+            said = f"{dotted(path)} = {shown(given.value)} {given.origin.phrase()}: {error}"
+            self._complaints.append(f"{said}; {near}" if near else said)
             return
         self._values[path] = value
         self._origins[path] = given.origin
@@ -186,9 +188,14 @@ class _Merge:
             ]
             if path[: len(union)] == union and others:
                 where = dotted((*union, TAG))
-                return f"{start}: it belongs to {where} = {' or '.join(others)}, but {where} is {tag} here"
-        known = [dotted(key) for key in _all_paths()]
-        return f"{start}; {_nearest(dotted(path), known)}"
+                said = f"{start}: it belongs to {where} = {' or '.join(others)}, but {where} is {tag} here"
+                instead = [key for key in suggest.meant(path, self._here()) if key != path]
+                return f"{said}, which has {dotted(instead[0])}" if instead else said
+        return f"{start}; {suggest.hint(path, self._here(), _all_paths())}"
+
+    def _here(self) -> list[KeyPath]:
+        """Every key under the variants that are picked."""
+        return [path for path in _all_paths() if schema.find(Config, path, self._tags) is not None]
 
 
 def _all_paths() -> list[KeyPath]:
@@ -198,22 +205,6 @@ def _all_paths() -> list[KeyPath]:
         for struct in schema.variants(field.annotation).values():
             found += [path for path, _ in schema.leaves(struct(), union)]
     return list(dict.fromkeys(found))
-
-
-def _nearest(key: str, known: Sequence[str]) -> str:
-    """A guess at what was meant: a key that lacks its section, or one that is spelled alike."""
-    ends = [candidate for candidate in known if candidate.endswith(f".{key}")]
-    if not ends:
-        import difflib
-
-        ends = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-    if ends:
-        return f"did you mean {' or '.join(ends[:3])}?"
-    parent = key.rpartition(".")[0]
-    siblings = [k.removeprefix(f"{parent}.") for k in known if k.startswith(f"{parent}.")]
-    if parent and siblings:
-        return f"{parent} has {', '.join(siblings)}"
-    return "see p2pdrl config show for all keys"
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -360,7 +351,10 @@ def read_file(name: str) -> Layer:
         text = path.read_text("utf-8")
         document = tomllib.loads(text)
     except OSError as error:
-        raise ConfigError(f"can't read the configuration file {name}: {error.strerror or error}") from error
+        raise ConfigError(
+            f"can't read the configuration file {name}: {error.strerror or error}; `p2pdrl presets` lists "
+            f"the presets, `p2pdrl config init {name}` writes a file of all keys"
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{label} isn't UTF-8 text (byte {error.start}); is it a TOML file?") from error
     except RecursionError as error:

@@ -118,9 +118,11 @@ def stop_from(sets: Sequence[str]) -> StopConfig:
     """
     fields: Mapping[str, schema.Field] = schema.fields(StopConfig)
     given: dict[str, Any] = {}
-    for key, text in map(_split, sets):
+    for key, text in (_split(one, "env_steps=1000000") for one in sets):
         if key not in fields:
-            raise ConfigError(f"no stop condition {shown(key)}; {_nearest(key, list(fields), 'there are')}")
+            key = {"steps": "env_steps", "return": "mean_return", "time": "time_s"}.get(key, key)
+            near = f"did you mean {key}?" if key in fields else _nearest(key, list(fields), "there are")
+            raise ConfigError(f"no stop condition {shown(key)}; {near}")
         try:
             given[key] = coerce_text(text, fields[key].annotation)
         except ValueError as error:
@@ -153,10 +155,10 @@ def _protocol(family: Mode, text: str) -> str:
     raise ConfigError(f"{family} has no protocol {shown(text)}; {_nearest(name, protocols, f'{family} has')}")
 
 
-def _split(text: str) -> tuple[str, str]:
+def _split(text: str, example: str = "--set weight=0.5") -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"{shown(text)} isn't written KEY=VALUE, as in --set weight=0.5")
+        raise ConfigError(f"{shown(text)} isn't written KEY=VALUE, as in {example}")
     return key.strip(), value.strip()
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "Field",
     "KeyPath",
     "allowed",
+    "choices",
     "coerce",
     "coerce_text",
     "default_tag",
@@ -159,6 +160,17 @@ def leaves(config: msgspec.Struct, at: KeyPath = ()) -> Iterator[tuple[KeyPath, 
             yield from (((*at, name, key), entry) for key, entry in value.items())
         else:
             yield (*at, name), value
+
+
+def choices(annotation: Any) -> list[str]:
+    """The words that a field takes, its items or one of its types; empty where there are none."""
+    inner = _sequence_item(annotation)
+    return [
+        str(word)
+        for choice in _choices(annotation if inner is None else inner)
+        if get_origin(choice) is Literal
+        for word in get_args(choice)
+    ]
 
 
 def allowed(annotation: Any) -> str:

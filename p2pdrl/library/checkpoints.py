@@ -7,7 +7,7 @@ from pathlib import Path
 
 from p2pdrl.api.client import NodeClient
 from p2pdrl.errors import CheckpointError
-from p2pdrl.tensors.checkpoint import Checkpoint, from_bytes
+from p2pdrl.tensors.checkpoint import Checkpoint, from_bytes, read_file
 
 __all__ = ["read_checkpoint"]
 
@@ -31,10 +31,7 @@ def read_checkpoint(
     path = Path(source).expanduser()
     if path.exists():
         file = _in_folder(path, best=best) if path.is_dir() else path
-        try:
-            return from_bytes(file.read_bytes())
-        except OSError as error:
-            raise CheckpointError(f"can't read the checkpoint {file}: {error.strerror}") from error
+        return read_file(file)
     if isinstance(source, Path) or ":" not in source or path.suffix == ".safetensors":
         raise CheckpointError(f"there is no checkpoint or folder {source}; a node is named HOST:PORT")
     client = NodeClient.at(

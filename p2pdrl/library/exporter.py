@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from p2pdrl.errors import P2PDRLError
+from p2pdrl.telemetry.progress import Progress
 
 __all__ = ["main"]
 
@@ -35,7 +36,12 @@ def main() -> int:
 
         form = form or format_of(out)
         require_packages(form)
-        card = load(given.pop("source"), **given).export(out, form)
+        source = given.pop("source")
+        with Progress() as progress:
+            progress.part(f"reading the policy of {source} (1 of 2)")
+            policy = load(source, **given)
+            progress.part(f"writing it as {form}, and comparing what that computes (2 of 2)")
+            card = policy.export(out, form)
     except P2PDRLError as error:
         print(f"p2pdrl: {error}", file=sys.stderr)
         return error.exit_code

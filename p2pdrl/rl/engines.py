@@ -289,6 +289,9 @@ class LossScaled(Generic[Outputs]):
         return {**self._engine.metrics(), "loss_scale": self.scale}
 
 
+DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
+
+
 def resolve_device(name: str) -> torch.device:
     """Return the device that ``name`` stands for.
 
@@ -301,6 +304,12 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device {name!r} can't be used here ({reason}); try 'cpu' or 'auto'") from error
+        if name.partition(":")[0] not in DEVICES:
+            raise ConfigError(
+                f"no device is called {name!r}: write auto, cpu, cuda, cuda:1 or mps"
+            ) from error
+        raise ConfigError(
+            f"there is no device {name} here that torch can use: take cpu or auto (`p2pdrl doctor` tells "
+            "whether it sees a GPU; torch may be a build without it)"
+        ) from error
     return device

@@ -426,7 +426,7 @@ def _make_own(config: EnvConfig, drawn: dict[str, str]) -> gym.Env[Any, Any]:
     try:
         env = load_named(config.id)(**config.kwargs, **drawn)
     except TypeError as error:
-        raise ConfigError(f"env.kwargs of {config.id!r} were refused: {error}") from error
+        raise ConfigError(f"task.env.kwargs of {config.id!r} were refused: {error}") from error
     if not isinstance(env, gym.Env):
         raise ConfigError(f"env.id {config.id!r} makes a {type(env).__name__}, which is no gymnasium.Env")
     if config.max_episode_steps is None:
@@ -584,11 +584,13 @@ def _guarded(config: EnvConfig, build: Callable[[], Any]) -> Any:
         raise
     except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv) as error:
         near = difflib.get_close_matches(config.id, list(gym.registry), n=3, cutoff=0.4)
-        hint = f"; nearest: {', '.join(near)}" if near else ""
-        raise ConfigError(f"env.id {config.id!r} is not an environment of gymnasium{hint}") from error
+        hint = f"; did you mean {' or '.join(near)}?" if near else ": of your own, write module:name"
+        raise ConfigError(f"task.env.id = {config.id!r} is no environment of gymnasium{hint}") from error
     except (gym.error.DependencyNotInstalled, ImportError) as error:
         extra = next((name for word, name in EXTRAS.items() if word in str(error)), None)
         hint = f"; try: {install_hint(extra)}" if extra else ""
-        raise ConfigError(f"env.id {config.id!r} needs a missing package: {error}{hint}") from error
+        raise ConfigError(
+            f"task.env.id = {config.id!r} needs a package that is missing: {error}{hint}"
+        ) from error
     except (TypeError, gym.error.Error) as error:
         raise ConfigError(f"env.kwargs of {config.id!r} were refused: {error}") from error

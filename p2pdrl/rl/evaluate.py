@@ -7,7 +7,9 @@ Shape suffixes: B environments, X the observation's own dimensions.
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,14 @@ import numpy.typing as npt
 import torch
 from gymnasium.wrappers import RecordVideo
 
+from p2pdrl.config.environments import install_hint
 from p2pdrl.config.task import EnvConfig
 from p2pdrl.errors import UsageError
 from p2pdrl.rl.envs import VectorEnv, make_scalar_env, make_vector_env
 from p2pdrl.rl.normalize import RunningNormalizer
 from p2pdrl.rl.policy import Policy
 
-__all__ = ["EvalResult", "evaluate", "record_video"]
+__all__ = ["EvalResult", "evaluate", "record_video", "require_video"]
 
 Array = npt.NDArray[Any]
 
@@ -58,6 +61,7 @@ def evaluate(
     seed: int,
     normalizer: RunningNormalizer | None = None,
     allow_import: bool = False,
+    told: Callable[[int, int], None] | None = None,
 ) -> EvalResult:
     """Play ``episodes`` episodes and summarise them.
 
@@ -73,6 +77,7 @@ def evaluate(
         seed: of environments and actions.
         normalizer: what the policy's observations were normalised with; it isn't updated.
         allow_import: permit environment ids that import a module.
+        told: called with each step: how many episodes are done, and of how many.
 
     Raises:
         UsageError: ``episodes`` is below 1.
@@ -87,7 +92,7 @@ def evaluate(
     actor = _Actor(policy, action_seed, greedy, normalizer)
     quota_B = episodes // num_envs + (np.arange(num_envs) < episodes % num_envs)
     try:
-        played = _play(env, actor, quota_B)
+        played = _play(env, actor, quota_B, told)
     finally:
         env.close()
     returns = np.array([value for value, _ in played])
@@ -119,8 +124,7 @@ def record_video(
         UsageError: the path doesn't end in .mp4, or the packages that draw and encode are missing.
         ConfigError: the environment can't be made.
     """
-    if path.suffix != ".mp4":
-        raise UsageError(f"a video is written as .mp4, not {path.name!r}")
+    require_mp4(path)
     env_seed, action_seed = (int(word) for word in np.random.SeedSequence(seed).generate_state(2))
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -143,11 +147,43 @@ def record_video(
             finally:
                 env.close()  # writes the film
         except gym.error.DependencyNotInstalled as error:
-            raise UsageError(
-                f"making a video needs more packages ({error}); try: pip install 'p2pdrl[video]'"
-            ) from error
+            raise _no_video() from error
         Path(f"{folder}/film/rl-video-episode-0.mp4").replace(path)
     return played[0][0]
+
+
+def require_video(env_config: EnvConfig, path: Path, *, allow_import: bool = False) -> None:
+    """See that an environment draws itself here, and that a film can be made, before anything is played.
+
+    Raises:
+        UsageError: the path doesn't end in .mp4, or the packages that draw and encode are missing.
+        ConfigError: the environment can't be made.
+    """
+    require_mp4(path)
+    if any(importlib.util.find_spec(name) is None for name in ("moviepy", "imageio_ffmpeg")):
+        raise _no_video()
+    env = make_scalar_env(env_config, allow_import=allow_import, render_mode="rgb_array")
+    try:
+        env.reset(seed=0)
+        env.render()
+    except gym.error.DependencyNotInstalled as error:
+        raise _no_video() from error
+    finally:
+        env.close()
+
+
+def require_mp4(path: Path) -> None:
+    """See that a film has the ending of one.
+
+    Raises:
+        UsageError: it hasn't.
+    """
+    if path.suffix != ".mp4":
+        raise UsageError(f"a video is written as .mp4, not {path.name!r}")
+
+
+def _no_video() -> UsageError:
+    return UsageError(f"making a video needs packages that aren't installed; run: {install_hint('video')}")
 
 
 class _Actor:
@@ -177,8 +213,11 @@ class _Actor:
         return self._policy.to_environment(actions)
 
 
-def _play(env: VectorEnv, actor: _Actor, quota_B: Array) -> list[tuple[float, int]]:
+def _play(
+    env: VectorEnv, actor: _Actor, quota_B: Array, told: Callable[[int, int], None] | None = None
+) -> list[tuple[float, int]]:
     """Return (return, length) of the first ``quota_B`` episodes of each environment."""
+    total = int(quota_B.sum())
     left_B = quota_B.copy()
     returns_B = np.zeros(env.num_envs)
     lengths_B = np.zeros(env.num_envs, dtype=np.int64)
@@ -195,6 +234,8 @@ def _play(env: VectorEnv, actor: _Actor, quota_B: Array) -> list[tuple[float, in
         counted_B = over_B & (left_B > 0)
         played.extend(zip(returns_B[counted_B].tolist(), lengths_B[counted_B].tolist(), strict=True))
         left_B -= counted_B
+        if told is not None:
+            told(len(played), total)
         returns_B[over_B] = 0.0
         lengths_B[over_B] = 0
         starts_B = ~running_B  # that step was a reset

@@ -501,6 +501,7 @@ def measure_blocks(
     precision: Precision = "float32",
     repeats: int = 5,
     clock: Callable[[], float] = time.perf_counter,
+    told: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> list[Layer]:
     """Run each block forward and backward some times and return the median of its seconds, and its bytes.
 
@@ -515,10 +516,12 @@ def measure_blocks(
         precision: in which they run, and their outputs travel.
         repeats: measured, after one that isn't.
         clock: seconds, monotonic.
+        told: called before each block: how many are measured, and of how many.
     """
     costs = []
     inputs = inputs.detach()
     for index, block in enumerate(run):
+        told(index, len(run))
         forward = _forward(block, inputs, context, precision)
         seconds = [_run_once(forward, inputs, block, clock) for _ in range(repeats + 1)][1:]
         parameters = list(block.parameters())

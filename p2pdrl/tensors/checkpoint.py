@@ -18,6 +18,7 @@ import hashlib
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -30,7 +31,7 @@ from p2pdrl.tensors.layout import Float32Array, Layout
 from p2pdrl.tensors.mix import all_finite
 from p2pdrl.tensors.sidecar import AnyArray, SidecarLayout
 
-__all__ = ["Checkpoint", "chunks", "from_bytes", "to_bytes"]
+__all__ = ["Checkpoint", "chunks", "from_bytes", "read_file", "to_bytes"]
 
 FORMAT = "p2pdrl-checkpoint-1"
 PARAMS = "params"
@@ -152,7 +153,7 @@ def from_bytes(data: bytes) -> Checkpoint:
         meta = msgspec.json.decode(document, type=dict[str, Any])
         tensors: dict[str, Any] = dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]
     except (msgspec.DecodeError, safetensors.SafetensorError, RecursionError) as error:
-        raise CheckpointError(f"the checkpoint is damaged: {error}") from error
+        raise CheckpointError("the checkpoint is damaged: its content can't be read") from error
     digest = hashlib.sha256(document)
     for name in names:
         digest.update(tensors[name]["data"])
@@ -165,6 +166,20 @@ def from_bytes(data: bytes) -> Checkpoint:
     return checkpoint
 
 
+def read_file(file: Path) -> Checkpoint:
+    """Read one of this machine's files.
+
+    Raises:
+        CheckpointError: it can't be read, or isn't one; the message names it.
+    """
+    try:
+        return from_bytes(file.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"can't read the checkpoint {file}: {error.strerror}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}; nodes keep theirs in DATA_DIR/checkpoints") from error
+
+
 def _header(data: bytes) -> tuple[dict[str, str], list[str]]:
     """The file's metadata, and the tensors' names in the order of their bytes."""
     length = struct.unpack_from("<Q", data)[0] if len(data) >= 8 else 0
@@ -175,7 +190,7 @@ def _header(data: bytes) -> tuple[dict[str, str], list[str]]:
         metadata = msgspec.convert(header.pop("__metadata__", {}), dict[str, str])
         names = sorted(header, key=lambda name: tuple(header[name]["data_offsets"]))
     except (msgspec.DecodeError, KeyError, TypeError, RecursionError, UnicodeError) as error:
-        raise CheckpointError(f"the checkpoint's head is damaged: {error}") from error
+        raise CheckpointError("the checkpoint is damaged: its head can't be read") from error
     if metadata.get("format") != FORMAT or not {"p2pdrl", "sha256"} <= metadata.keys():
         raise CheckpointError("this safetensors file isn't a p2pdrl checkpoint, or one of another version")
     return metadata, names
@@ -194,4 +209,4 @@ def _layouts(meta: Mapping[str, Any]) -> tuple[Layout, SidecarLayout]:
         known = msgspec.convert(dict(meta), _Known)
         return Layout.from_wire(known.layout), SidecarLayout.from_wire(known.sidecar_layout)
     except (msgspec.ValidationError, WireError, LayoutMismatchError) as error:
-        raise CheckpointError(f"the checkpoint's document is off: {error}") from error
+        raise CheckpointError("the checkpoint's document is off: of another release, or damaged") from error

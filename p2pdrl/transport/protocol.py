@@ -82,6 +82,8 @@ class Address(msgspec.Struct, frozen=True, order=True):
             good = ":" not in port_text
         if not good or _HOST.fullmatch(host) is None:
             raise UsageError(f"{text[:80]!r} isn't an address: write HOST:PORT, or [IPV6]:PORT")
+        if not has_port and host.isdecimal():
+            raise UsageError(f"{text[:80]!r} is a port alone: write HOST:PORT, such as 127.0.0.1:{host[:5]}")
         if not has_port:
             return cls(host, default_port)
         if _PORT.fullmatch(port_text) is None or int(port_text) > 65535:

@@ -17,22 +17,16 @@ from typing import Any
 
 import msgspec
 
-from p2pdrl.errors import CheckpointError, P2PDRLError
-from p2pdrl.rl.evaluate import EvalResult, evaluate, record_video
+from p2pdrl.errors import P2PDRLError
+from p2pdrl.rl.evaluate import EvalResult, evaluate, record_video, require_video
 from p2pdrl.rl.inference import PolicyInference, task_of
-from p2pdrl.tensors.checkpoint import Checkpoint, from_bytes
+from p2pdrl.telemetry.progress import Progress
+from p2pdrl.tensors.checkpoint import Checkpoint, from_bytes, read_file
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.workers.child import child_main
 from p2pdrl.workers.protocol import FrameBuffer, Play, Played, decode_play, frame
 
 __all__ = ["Players", "main"]
-
-
-def _read(path: str) -> Checkpoint:
-    try:
-        return from_bytes(Path(path).read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"can't read the checkpoint {path}: {error.strerror}") from error
 
 
 class Players:
@@ -78,7 +72,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)
-    checkpoint = _read(arguments.checkpoint)
+    checkpoint = read_file(Path(arguments.checkpoint))
     played = Players(arguments.device, allow_import=arguments.allow_import).of(checkpoint)
     task = played.task
     document: dict[str, Any] = {
@@ -93,17 +87,22 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         "normalizer": played.normalizer,
         "allow_import": arguments.allow_import,
     }
-    for name, greedy in (("sampled", False), ("greedy", True)):
-        print(f"playing {arguments.episodes} {name} episodes of {task.env.id} …", file=sys.stderr)
-        result = evaluate(played.policy, task.env, arguments.episodes, greedy=greedy, **options)
-        document[name] = _summary(result)
     if arguments.video is not None:
-        print(f"filming one greedy episode to {arguments.video} …", file=sys.stderr)
-        path = Path(arguments.video)
-        document["video"] = {
-            "path": str(path),
-            "return": record_video(played.policy, task.env, path, greedy=True, **options),
-        }
+        require_video(task.env, Path(arguments.video), allow_import=arguments.allow_import)
+    with Progress() as progress:
+        for name, greedy in (("sampled", False), ("greedy", True)):
+            progress.part(f"playing {arguments.episodes} {name} episodes of {task.env.id}")
+            result = evaluate(
+                played.policy, task.env, arguments.episodes, greedy=greedy, told=progress.at, **options
+            )
+            document[name] = _summary(result)
+        if arguments.video is not None:
+            progress.part(f"filming one greedy episode to {arguments.video}")
+            path = Path(arguments.video)
+            document["video"] = {
+                "path": str(path),
+                "return": record_video(played.policy, task.env, path, greedy=True, **options),
+            }
     return document
 
 

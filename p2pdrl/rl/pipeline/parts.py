@@ -266,7 +266,11 @@ def module_parts(
 
 
 def measure_parts(
-    parts: ModelParts[Any], microbatches: int, *, clock: Callable[[], float] = time.perf_counter
+    parts: ModelParts[Any],
+    microbatches: int,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    told: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> list[Layer]:
     """Return what each block costs with one microbatch of the longest batch; see ``measure_blocks``.
 
@@ -291,6 +295,7 @@ def measure_parts(
         titles=parts.block_map.titles,
         precision=parts.precision,
         clock=clock,
+        told=told,
     )
 
 

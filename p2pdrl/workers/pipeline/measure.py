@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,6 +18,7 @@ import torch
 from p2pdrl.config.task import TaskConfig
 from p2pdrl.errors import ConfigError, P2PDRLError
 from p2pdrl.rl.pipeline.parts import measure_parts
+from p2pdrl.telemetry.progress import Progress
 from p2pdrl.workers.pipeline.protocol import Blocks, Measure
 
 if TYPE_CHECKING:
@@ -51,7 +53,12 @@ def nccl_identity(device: torch.device) -> str:
     return identity(device) if distributed.is_available() and distributed.is_nccl_available() else ""
 
 
-def measured(trainer: Pipelineable, asked: Measure, known: dict[int, Blocks]) -> Blocks:
+def measured(
+    trainer: Pipelineable,
+    asked: Measure,
+    known: dict[int, Blocks],
+    told: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Blocks:
     """Do what was asked: measure the blocks with one microbatch of the longest batch that the task has.
 
     Parameters, gradients and random numbers of the trainer stay as they are. What is ``known``, by number of
@@ -62,7 +69,7 @@ def measured(trainer: Pipelineable, asked: Measure, known: dict[int, Blocks]) ->
 
         import_schedules()
     if asked.microbatches not in known:
-        known[asked.microbatches] = _measured(trainer, asked.microbatches)
+        known[asked.microbatches] = _measured(trainer, asked.microbatches, told)
     blocks = known[asked.microbatches]
     if blocks.error:
         return blocks
@@ -71,12 +78,12 @@ def measured(trainer: Pipelineable, asked: Measure, known: dict[int, Blocks]) ->
     return msgspec.structs.replace(blocks, usable_bytes=usable, gpu=nccl_identity(device))
 
 
-def _measured(trainer: Pipelineable, microbatches: int) -> Blocks:
+def _measured(trainer: Pipelineable, microbatches: int, told: Callable[[int, int], None]) -> Blocks:
     try:
         parts = trainer.parts()
     except ConfigError as error:
         return Blocks(microbatches, (), "", error=str(error))
-    return Blocks(microbatches, tuple(measure_parts(parts, microbatches)), str(parts.device))
+    return Blocks(microbatches, tuple(measure_parts(parts, microbatches, told=told)), str(parts.device))
 
 
 def _run(arguments: argparse.Namespace) -> Blocks:
@@ -86,7 +93,9 @@ def _run(arguments: argparse.Namespace) -> Blocks:
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=TaskConfig)
     trainer = build_trainer(task, 0, arguments.device, allow_import=arguments.allow_import)
     try:
-        return measured(trainer, Measure(arguments.parts), {})
+        with Progress() as progress:
+            progress.part(f"measuring the blocks of {task.subject} on this machine")
+            return measured(trainer, Measure(arguments.parts), {}, progress.at)
     finally:
         trainer.close()
 

@@ -63,7 +63,7 @@ def test_a_bad_command_line_ends_with_2(p2pdrl, args):
 
 
 def test_a_mistyped_command_gets_a_guess(p2pdrl):
-    assert "Did you mean status?" in p2pdrl("stauts").stderr
+    assert "did you mean status?" in p2pdrl("stauts").stderr
 
 
 def test_interrupting_ends_with_130(p2pdrl, monkeypatch):

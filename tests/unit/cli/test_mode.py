@@ -131,8 +131,8 @@ def test_set_takes_stages(p2pdrl, served):
         (["gossip", "--servers", "2"], "'servers': server_sync and server_async have it"),
         (["gossip", "--stages", "2"], "adpsgd has no option 'stages': it belongs to mode pipeline"),
         (["gossip", "--set", "compression=int8"], "isn't an average"),
-        (["server-sync", "--servers", "0"], "range"),
-        (["pipeline", "--stages", "65"], "1<=x<=64"),
+        (["server-sync", "--servers", "0"], "--servers takes a whole number of at least 1"),
+        (["pipeline", "--stages", "65"], "a whole number from 1 to 64"),
         (["pipeline", "--set", "cuts=1,2"], "2 peers with 1 stage each need 1 cut, not 2"),
     ],
 )
