@@ -87,7 +87,7 @@ def steps(env_id: str, count: int = 8) -> str:
                 seen, _ = env.reset()
     finally:
         env.close()
-    return f"{count} steps of {env_id}, observations {getattr(seen, 'shape', sorted(seen))}"
+    return f"{count} steps of {env_id}, observations {seen.shape if hasattr(seen, 'shape') else sorted(seen)}"
 
 
 def use_tensorboard() -> str:

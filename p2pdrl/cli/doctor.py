@@ -30,7 +30,7 @@ from p2pdrl.cli.options import json_option, split_addresses
 from p2pdrl.cli.tables import Column, Listing, show
 from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, UnhealthyError, UsageError
 from p2pdrl.ids import PROTOCOL_VERSION
-from p2pdrl.telemetry.progress import Progress
+from p2pdrl.telemetry.progress import ProgressLine
 from p2pdrl.transport.protocol import Address
 
 __all__ = ["Check", "checks_table", "doctor", "machine_checks", "membership_checks", "peer_checks"]
@@ -481,7 +481,7 @@ def doctor(
     checks = [*machine_checks(data_dir, listen), *invited]
     if keys is not None:
         checks.append(_operators(keys))
-    with Progress() as progress:
+    with ProgressLine() as progress:
         if addresses:
             progress.part("asking the peers")
         for done, address in enumerate(addresses):

@@ -28,7 +28,7 @@ from p2pdrl.cli.options import (
 )
 from p2pdrl.config.environments import install_hint
 from p2pdrl.errors import UsageError
-from p2pdrl.telemetry.progress import Progress
+from p2pdrl.telemetry.progress import ProgressLine
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -147,7 +147,7 @@ def _check_video(path: Path) -> None:
 
 def _fetch(peer: str, key_file: str | None, data_dir: str | None, file: Path) -> None:
     client = Target(peer, key_file, data_dir).client(_DOWNLOAD_S)
-    with file.open("wb") as out, Progress() as progress:
+    with file.open("wb") as out, ProgressLine() as progress:
         progress.part(f"fetching the policy of the node at {client.address}")
         client.download("/v1/checkpoint", out, progress.at)
 

@@ -90,12 +90,9 @@ def _missing(param: click.Parameter | None) -> str:
 
 
 def _without_value(error: click.BadOptionUsage) -> str:
-    name = error.option_name
-    options = [] if error.ctx is None else error.ctx.command.get_params(error.ctx)
-    param = next((one for one in options if isinstance(one, click.Option) and name in one.opts), None)
-    if param is None or param.is_flag:
-        return f"{name} takes no value: write it alone"
-    return f"{name} wants a value: {name} {param.metavar or _words(param.type)}"
+    if "does not take" in error.message:
+        return f"{error.option_name} takes no value: write it alone"
+    return f"{error.option_name} wants a value behind it"
 
 
 def _bad(error: click.BadParameter) -> str:

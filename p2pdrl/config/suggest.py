@@ -1,7 +1,7 @@
 """What was meant by a key or value that there isn't: for messages. Pure.
 
 Whoever comes from another library writes its names: ``lr`` for ``learning_rate``, ``n_envs``, ``gamma``,
-``total_timesteps``. A section may be missing (``lr``), have another name (``model.hidden``), or be the wrong
+``total_timesteps``. A section may be missing (``lr``), have another name (``model``), or be the wrong
 one (``task.algorithm.num_envs``). What fits best is named, and where nothing does, what there is.
 """
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from p2pdrl.errors import P2PDRLError
-from p2pdrl.telemetry.progress import Progress
+from p2pdrl.telemetry.progress import ProgressLine
 
 __all__ = ["main"]
 
@@ -37,7 +37,7 @@ def main() -> int:
         form = form or format_of(out)
         require_packages(form)
         source = given.pop("source")
-        with Progress() as progress:
+        with ProgressLine() as progress:
             progress.part(f"reading the policy of {source} (1 of 2)")
             policy = load(source, **given)
             progress.part(f"writing it as {form}, and comparing what that computes (2 of 2)")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -416,7 +417,7 @@ def _is_own_class(config: EnvConfig) -> bool:
         importlib.import_module(module)  # may register the name
     except ImportError as error:
         raise ConfigError(
-            f"env.id {config.id!r} can't be imported: {error}; is its folder on PYTHONPATH, on every node?"
+            f"task.env.id {config.id!r} can't be imported: {error}; is its folder on PYTHONPATH, on all nodes?"
         ) from error
     return name not in gym.registry
 
@@ -428,7 +429,9 @@ def _make_own(config: EnvConfig, drawn: dict[str, str]) -> gym.Env[Any, Any]:
     except TypeError as error:
         raise ConfigError(f"task.env.kwargs of {config.id!r} were refused: {error}") from error
     if not isinstance(env, gym.Env):
-        raise ConfigError(f"env.id {config.id!r} makes a {type(env).__name__}, which is no gymnasium.Env")
+        raise ConfigError(
+            f"task.env.id {config.id!r} makes a {type(env).__name__}, which is no gymnasium.Env"
+        )
     if config.max_episode_steps is None:
         return env
     return gym.wrappers.TimeLimit(env, config.max_episode_steps)
@@ -541,12 +544,14 @@ def _prepare(config: EnvConfig, *, allow_import: bool) -> None:
     """
     if ":" in config.id and not allow_import:
         raise ConfigError(
-            f"env.id {config.id!r} imports a Python module, which runs its code; "
+            f"task.env.id {config.id!r} imports a Python module, which runs its code; "
             "start the node with --allow-import if you trust it"
         )
     successor = successor_of(config.id)
     if successor is not None:
-        raise ConfigError(f"env.id {config.id!r} is not in this release of gymnasium; take {successor!r}")
+        raise ConfigError(
+            f"task.env.id {config.id!r} is not in this release of gymnasium; take {successor!r}"
+        )
     family = family_of(config.id)
     register = None if family is None else REGISTER.get(family.extra)
     if family is None or register is None:
@@ -555,7 +560,7 @@ def _prepare(config: EnvConfig, *, allow_import: bool) -> None:
         register()
     except ImportError as error:
         raise ConfigError(
-            f"env.id {config.id!r} needs a missing package ({error}); try: {install_hint(family.extra)}"
+            f"task.env.id {config.id!r} needs a missing package ({error}); try: {install_hint(family.extra)}"
         ) from error
 
 
@@ -593,4 +598,7 @@ def _guarded(config: EnvConfig, build: Callable[[], Any]) -> Any:
             f"task.env.id = {config.id!r} needs a package that is missing: {error}{hint}"
         ) from error
     except (TypeError, gym.error.Error) as error:
-        raise ConfigError(f"env.kwargs of {config.id!r} were refused: {error}") from error
+        argument = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if argument is not None:
+            raise ConfigError(f"task.env.kwargs.{argument[1]}: {config.id} takes no such argument") from error
+        raise ConfigError(f"task.env.kwargs of {config.id!r} were refused: {error}") from error

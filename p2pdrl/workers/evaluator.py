@@ -20,7 +20,7 @@ import msgspec
 from p2pdrl.errors import P2PDRLError
 from p2pdrl.rl.evaluate import EvalResult, evaluate, record_video, require_video
 from p2pdrl.rl.inference import PolicyInference, task_of
-from p2pdrl.telemetry.progress import Progress
+from p2pdrl.telemetry.progress import ProgressLine
 from p2pdrl.tensors.checkpoint import Checkpoint, from_bytes, read_file
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.workers.child import child_main
@@ -89,7 +89,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     if arguments.video is not None:
         require_video(task.env, Path(arguments.video), allow_import=arguments.allow_import)
-    with Progress() as progress:
+    with ProgressLine() as progress:
         for name, greedy in (("sampled", False), ("greedy", True)):
             progress.part(f"playing {arguments.episodes} {name} episodes of {task.env.id}")
             result = evaluate(

@@ -794,7 +794,9 @@ async def _resolve(host: str) -> tuple[str, socket.AddressFamily]:
     try:
         found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise UsageError(f"can't listen on {host!r}: the name can't be resolved ({error})") from error
+        raise UsageError(
+            f"can't listen on {host!r}: that name can't be resolved; name an address of this machine"
+        ) from error
     family, _, _, _, where = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     return str(where[0]), family
 

@@ -18,7 +18,7 @@ import torch
 from p2pdrl.config.task import TaskConfig
 from p2pdrl.errors import ConfigError, P2PDRLError
 from p2pdrl.rl.pipeline.parts import measure_parts
-from p2pdrl.telemetry.progress import Progress
+from p2pdrl.telemetry.progress import ProgressLine
 from p2pdrl.workers.pipeline.protocol import Blocks, Measure
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def _run(arguments: argparse.Namespace) -> Blocks:
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=TaskConfig)
     trainer = build_trainer(task, 0, arguments.device, allow_import=arguments.allow_import)
     try:
-        with Progress() as progress:
+        with ProgressLine() as progress:
             progress.part(f"measuring the blocks of {task.subject} on this machine")
             return measured(trainer, Measure(arguments.parts), {}, progress.at)
     finally:

@@ -83,7 +83,9 @@ DOCUMENTS = {
     "/v1/rounds": [ROUND, ROUND | {"error": "", "merged": [], "missing": []}],
     "/v1/history": {
         "times": [1.0] * 480, "env_steps": [1] * 480, "steps_per_s": [float(n**2) for n in range(480)],
-        "nodes": {one["id"]: {"name": one["name"], "mean_return": [None] * 9 + [1e6] * 471} for one in MEMBERS},
+        "nodes": {
+            one["id"]: {"name": one["name"], "mean_return": [None] * 9 + [1e6] * 471} for one in MEMBERS
+        },
     },
     "/v1/evaluations": [EVALUATION] * 3,
     "/v1/invites": [
@@ -185,9 +187,9 @@ TABLES = {
 }
 """By command: how its table is printed."""
 LINES = {
-    "node", "wait", "pause", "resume", "halt", "checkpoint", "leave", "export", "keygen", "completion", "invite",
-    "mode set", "roles set", "stop set", "pipeline trace", "invite revoke", "peers ban", "peers unban",
-    "operators add", "operators remove", "config show", "config validate", "config init",
+    "node", "wait", "pause", "resume", "halt", "checkpoint", "leave", "export", "keygen", "completion",
+    "invite", "mode set", "roles set", "stop set", "pipeline trace", "invite revoke", "peers ban",
+    "peers unban", "operators add", "operators remove", "config show", "config validate", "config init",
 }  # fmt: skip
 """Commands that print a line, a log, a script or a file."""
 

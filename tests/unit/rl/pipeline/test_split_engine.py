@@ -147,7 +147,7 @@ def test_balanced_cuts_follow_measured_times(monkeypatch):
         ({"split_devices": TWO, "split_cuts": (3,)}, "1 numbers that rise from 1 to at most 2"),
         ({"split_devices": TWO, "split_cuts": (1, 2)}, "1 numbers"),
         ({"split_devices": ("cpu",) * 3, "split_cuts": (2, 2)}, "2 numbers"),
-        ({"split_devices": ("cpu", "nonsense")}, "'nonsense' can't be used here"),
+        ({"split_devices": ("cpu", "nonsense")}, "no device is called 'nonsense'"),
     ],
 )
 def test_what_can_not_be_is_refused(options, words):

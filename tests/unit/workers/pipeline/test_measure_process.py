@@ -53,5 +53,5 @@ def test_a_regression(listed):
 def test_what_is_wrong_is_one_line(listed):
     code, blocks, told = listed(TaskConfig(env=EnvConfig(id="Nope-v3")), "--parts", "1")
     assert (code, blocks) == (2, None)
-    assert told.startswith("p2pdrl: env.id 'Nope-v3'")
+    assert told.startswith("p2pdrl: task.env.id = 'Nope-v3'")
     assert len(told.splitlines()) == 1
