@@ -417,7 +417,7 @@ def _is_own_class(config: EnvConfig) -> bool:
         importlib.import_module(module)  # may register the name
     except ImportError as error:
         raise ConfigError(
-            f"task.env.id {config.id!r} can't be imported: {error}; is its folder on PYTHONPATH, on all nodes?"
+            f"task.env.id {config.id!r} can't be imported: {error}; is its folder on PYTHONPATH everywhere?"
         ) from error
     return name not in gym.registry
 

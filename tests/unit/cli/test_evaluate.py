@@ -54,6 +54,20 @@ def test_a_file(p2pdrl, child, tmp_path, monkeypatch):
     assert json.loads(p2pdrl("eval", str(path), "--json").stdout) == DOCUMENT
 
 
+def test_a_film_that_cant_be_made_is_told_before_anything_is_played(p2pdrl, child, tmp_path, monkeypatch):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(b"parameters")
+    monkeypatch.setattr("p2pdrl.cli.evaluate.VIDEO_PACKAGES", ("no_such_package",))
+    monkeypatch.chdir(tmp_path)
+    result = p2pdrl("eval", str(path), "--video", "out.mp4")
+    assert result.exit_code == 2
+    assert "no_such_package; run: pip install 'p2pdrl[video]'" in result.stderr
+    monkeypatch.setattr("p2pdrl.cli.evaluate.VIDEO_PACKAGES", ())
+    assert "make it, or name another" in p2pdrl("eval", str(path), "--video", "no/out.mp4").stderr
+    assert "out.mp4" in p2pdrl("eval", str(path), "--video", "out.avi").stderr
+    assert child[0] == []
+
+
 def test_a_running_node(p2pdrl, child, served):
     calls, _ = child
     assert p2pdrl("eval", "--peer", served.address).exit_code == 0

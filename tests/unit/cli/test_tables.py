@@ -14,9 +14,12 @@ from p2pdrl.cli.tables import (
     TRAINING,
     complaints,
     console,
+    curve_rows,
     members_table,
     outcome,
     progress_line,
+    shorten,
+    sparkline,
     swarm_view,
 )
 from p2pdrl.errors import DaemonUnreachableError
@@ -340,3 +343,47 @@ def test_watching_a_node_that_never_was_fails_at_once():
 
     with pytest.raises(DaemonUnreachableError):
         watch(show, console(io.StringIO()), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "drawn"),
+    [
+        ([0, 1, 2, 3, 4, 5, 6, 7], 8, "▁▂▃▄▅▆▇█"),
+        ([0, 0, 7, 7], 2, "▁█"),
+        ([5, 5, 5], 10, "▁▁▁"),
+        ([None, 0, math.nan, 7], 4, " ▁ █"),
+        ([None, None], 4, ""),
+        ([], 4, ""),
+    ],
+)
+def test_sparklines(values, width, drawn):
+    assert sparkline(values, width) == drawn
+
+
+def test_top_draws_the_mean_return_and_the_speed():
+    history = {
+        "steps_per_s": [0.0, 1000.0, 2000.0],
+        "nodes": {"a": {"mean_return": [None, 10.0, 20.0]}, "b": {"mean_return": [None, 30.0, 40.0]}, "c": 3},
+    }
+    assert curve_rows(history) == [
+        ("return", " ▁█ 30.0 now, 20.0 to 30.0"),
+        ("steps/s", "▁▅█ 2k now, 0 to 2k"),
+    ]
+    shown = rendered(swarm_view(FakeNode().status(), [], history=history))
+    assert "▁▅█" in shown
+    for odd in ({}, {"nodes": 3, "steps_per_s": "x"}, {"steps_per_s": [1.0], "nodes": {}}):
+        assert curve_rows(odd) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "shown"),
+    [
+        ("worker-of-the-long-row-17", 13, "worker…row-17"),
+        ("node-1", 8, "node-1"),
+        ("训练节点训练节点", 9, "训练…节点"),
+        ("训练节点训练节点", 8, "训…节点"),
+        ("abcdef", 3, "a…f"),
+    ],
+)
+def test_what_is_too_long_loses_its_middle(text, width, shown):
+    assert shorten(text, width) == shown
