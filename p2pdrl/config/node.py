@@ -266,6 +266,10 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     user's data folder."""
     seed: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     """Seed of this node's environments and exploration; none derives it from identity and boot."""
+    start_from: str | None = None
+    """Found a swarm with the parameters and normalisation of a checkpoint, for fine-tuning: a file, a folder of
+    a node's data, or HOST:PORT of a running node. Everything else begins anew (docs/tuning.md). A node that
+    joins a swarm takes that one's state, and one with a checkpoint of its own goes on from it."""
     mode_from_config: bool = False
     """When no other node runs, begin in the mode of the configuration, and not in the one that the swarm
     was in last."""

@@ -47,6 +47,7 @@ from p2pdrl.node.bootstrap.invited import InvitedMember, as_member
 from p2pdrl.node.bootstrap.joining import JoinInfo
 from p2pdrl.node.bootstrap.lan import LOOK_FIRST_S, LanDiscovery, fingerprint
 from p2pdrl.node.bootstrap.processors import keep_to_processors
+from p2pdrl.node.bootstrap.starting_point import StartingPoint, read_starting_point
 from p2pdrl.node.bootstrap.startup import Opened, direct, moved_to, open_node
 from p2pdrl.node.children.evaluator import EvaluatorProcess
 from p2pdrl.node.context import NodeContext
@@ -122,7 +123,7 @@ def run(resolved: Resolved, invite: InviteLine | None = None) -> int:
     telemetry_logging.configure(config.node.log.level, config.node.log.format)
     keep_to_processors(config.node)
     task_given = any(key.split(".")[1] in HASHED for key in resolved.given("task"))
-    node = Node(config, invite)
+    node = Node(config, invite, read_starting_point(config.node))
     try:
         return asyncio.run(node.live(task_given=task_given))
     except BaseExceptionGroup as group:
@@ -142,9 +143,12 @@ def _first(group: BaseExceptionGroup[P2PDRLError]) -> P2PDRLError:
 class Node:
     """One node, from its start to its end."""
 
-    def __init__(self, config: Config, invite: InviteLine | None = None) -> None:
+    def __init__(
+        self, config: Config, invite: InviteLine | None = None, start: StartingPoint | None = None
+    ) -> None:
         self._config = config
         self._invite = invite
+        self._start = start
         self._member: InvitedMember | None = None
         self._clock = SystemClock()
         self._events = EventLog(2000, self._clock)
@@ -307,12 +311,14 @@ class Node:
             self._latest = training
             context.learner = training.supervisor
             await training.build()
+            if self._start is not None and origin.info is None:
+                self._start.check_if_needed(training, self._checkpoint_folder(training))
             self._admission.tell_founded(origin)  # not before: the learner may refuse the task
-            store = self._checkpoint_store(training)
+            store = CheckpointStore(self._checkpoint_folder(training), self._config.node.checkpoint.keep)
             checkpoint = await load_checkpoint(store, context.progress_tracker, self._events)
             context.training = self._admission.training = training
             self._serve()
-            state, lineage = await first_state(context, training, origin, checkpoint)
+            state, lineage = await first_state(context, training, origin, checkpoint, self._start)
             await training.begin(state, lineage)
             opened.data.keep = True
             context.checkpointer = self._make_checkpointer(store, training, checkpoint)
@@ -324,7 +330,8 @@ class Node:
             if origin.how == "resumed" and memory is not None:
                 self._memory.had_others = True
                 recall_stop(context, memory)
-            orphaned = state is None and origin.info is not None and lineage != origin.info.lineage
+            given = state is not None and state.head.lineage
+            orphaned = not given and origin.info is not None and lineage != origin.info.lineage
             if (
                 origin.how != "joined" or orphaned
             ):  # nobody had the state: a lineage of our own, with its records
@@ -648,9 +655,8 @@ class Node:
         context.transport.serve(metrics_gossip.ROUTE, made.answer, max_meta_bytes=limit)
         return made
 
-    def _checkpoint_store(self, training: Training) -> CheckpointStore:
-        folder = Path(self._context.data_dir) / "checkpoints" / training.task_hash[:12]
-        return CheckpointStore(folder, self._config.node.checkpoint.keep)
+    def _checkpoint_folder(self, training: Training) -> Path:
+        return Path(self._context.data_dir) / "checkpoints" / training.task_hash[:12]
 
     def _make_checkpointer(
         self, store: CheckpointStore, training: Training, checkpoint: Checkpoint | None

@@ -391,6 +391,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     samples: bytes = b""
     """Of a shard of the replay, and of a learner that draws from shards: msgpack of `UnrollSpec.to_wire`,
     what samples are made of."""
+    spaces: dict[str, str] = {}  # noqa: RUF012 - msgspec copies it
+    """What observations and actions are, in words; empty for a regression."""
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
