@@ -17,6 +17,7 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
@@ -44,12 +45,13 @@ from p2pdrl.node.background import set_within
 from p2pdrl.node.bootstrap.datadir import DataDir
 from p2pdrl.node.bootstrap.first_state import first_state, founded_at, load_checkpoint
 from p2pdrl.node.bootstrap.invited import InvitedMember, as_member
-from p2pdrl.node.bootstrap.joining import JoinInfo
+from p2pdrl.node.bootstrap.joining import JoinInfo, SwarmOrigin
 from p2pdrl.node.bootstrap.lan import LOOK_FIRST_S, LanDiscovery, fingerprint
 from p2pdrl.node.bootstrap.processors import keep_to_processors
 from p2pdrl.node.bootstrap.starting_point import StartingPoint, read_starting_point
 from p2pdrl.node.bootstrap.startup import Opened, direct, moved_to, open_node
 from p2pdrl.node.children.evaluator import EvaluatorProcess
+from p2pdrl.node.children.run_writers import RunWriters, run_info
 from p2pdrl.node.context import NodeContext
 from p2pdrl.node.evaluation import Evaluations
 from p2pdrl.node.events import EventLog
@@ -76,7 +78,6 @@ from p2pdrl.node.training import NOTHING, Done, Training
 from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
 from p2pdrl.strategies.protocol import ROUTES
 from p2pdrl.telemetry import logging as telemetry_logging
-from p2pdrl.telemetry.tensorboard import TensorBoardWriter, open_writer
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, RouteRoles
 
 __all__ = ["SHUTDOWN_S", "Node", "run", "shutdown"]
@@ -198,7 +199,11 @@ class Node:
             self._memory = SwarmMemory(context)
             self._reporter = StatusReporter(context)
             self._follower = RecordFollower(context, self._reporter)
-            self._meters = Meters(context, self._reporter, self._open_writer(stack))
+            self._writers = RunWriters(
+                self._config.node.log, Path(context.data_dir), self._clock, self._events
+            )
+            stack.push_async_callback(self._writers.close)
+            self._meters = Meters(context, self._reporter, self._writers)
             context.lag = LoopLagMonitor(on_sample=self._meters.registry.observe_loop_lag)
             self._admission.founded_at = lambda: self._follower.founded_at
             opened.view.attach(context, self._reporter, self._meters, self._follower, self.set_roles)
@@ -237,14 +242,6 @@ class Node:
         if self._member is not None:
             fitted = self._member.fitted(node)
             self._config = msgspec.structs.replace(self._config, node=fitted)
-
-    def _open_writer(self, stack: AsyncExitStack) -> TensorBoardWriter | None:
-        folder = self._config.node.log.tensorboard_dir
-        if folder is None:
-            return None
-        writer = open_writer(folder, self._clock)
-        stack.callback(writer.close)
-        return writer
 
     def _catch_signals(self, stack: AsyncExitStack) -> None:
         loop = asyncio.get_running_loop()
@@ -289,6 +286,8 @@ class Node:
                 group.create_task(self._manager.run(self._events), name="service manager"),
                 group.create_task(context.reachability.run(), name="reachability"),
             ]
+            self._writers.start()
+            jobs.append(group.create_task(self._writers.watch(), name="writers"))
             context.gossip = self._make_gossip()
             jobs.append(group.create_task(context.gossip.run(), name="gossip"))
             if most_nbytes := self._config.node.limits.memory_bytes:
@@ -306,13 +305,8 @@ class Node:
             early = group.create_task(self._leave_if_done(), name="halt before training")
             self._believe_history(origin.info)
             require_runnable(origin.task, self._config)  # a resumed one is of an earlier run's configuration
-            training = self._make_training(origin.task)
             stack.push_async_callback(self._end_training)
-            self._latest = training
-            context.learner = training.supervisor
-            await training.build()
-            if self._start is not None and origin.info is None:
-                self._start.check_if_needed(training, self._checkpoint_folder(training))
+            training = await self._build_training(origin)
             self._admission.tell_founded(origin)  # not before: the learner may refuse the task
             store = CheckpointStore(self._checkpoint_folder(training), self._config.node.checkpoint.keep)
             checkpoint = await load_checkpoint(store, context.progress_tracker, self._events)
@@ -343,6 +337,25 @@ class Node:
             for job in jobs:
                 job.cancel()
         self.leave("the swarm is done")
+
+    async def _build_training(self, origin: SwarmOrigin) -> Training:
+        training = self._latest = self._make_training(origin.task)
+        self._context.learner = training.supervisor
+        await training.build()
+        if self._start is not None and origin.info is None:
+            self._start.check_if_needed(training, self._checkpoint_folder(training))
+        await self._writers.ready()
+        context = self._context
+        self._writers.begin(
+            partial(
+                run_info,
+                node_id=context.node_id,
+                name=context.name,
+                swarm_id=context.swarm_id,
+                task=origin.task,
+            )
+        )
+        return training
 
     async def _leave_if_done(self) -> None:
         """Leave as soon as we hear, before we train, that the swarm is done: its members leave, too.

@@ -293,7 +293,8 @@ class ProgressTracker:
         Cumulative moments never forget, so an entry is put aside (it may come again) unless it is
         plausible in size and counts no more samples than that node can have seen: those of its own steps,
         and of the steps of others who haven't counted them themselves, as a learner counts what other
-        nodes' actors make; of who founded our lineage also `MOST_PRIOR_SAMPLES`. Merge the counts of the same message first.
+        nodes' actors make; of who founded our lineage also `MOST_PRIOR_SAMPLES`. Merge the counts of the
+        same message first.
 
         Boots beyond ``latest_boot`` are ignored.
 
@@ -333,7 +334,7 @@ class ProgressTracker:
                 self._moments[name].merge(whole, admit)
 
     def begin_moments(self, moments: dict[str, Moments]) -> None:
-        """Begin with what the normalisers of a checkpoint had counted, by stream, as if we had seen it before.
+        """Begin with what the normalisers of a checkpoint had counted, as if we had seen it before.
 
         Each counts as `MOST_PRIOR_SAMPLES` at most, of the same mean and deviation.
 

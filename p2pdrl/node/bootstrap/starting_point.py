@@ -109,7 +109,7 @@ class StartingPoint:
 def read_starting_point(node: NodeConfig) -> StartingPoint | None:
     """Read what ``node.start_from`` names; None where nothing is named.
 
-    A node that has checkpoints in its data folder may start although the file is no more: it goes on from them.
+    A node with checkpoints in its data folder may start although the file is no more: it goes on from them.
 
     Raises:
         UsageError: there is no checkpoint, or it is damaged.
@@ -157,18 +157,18 @@ def _problems(
     """What keeps a checkpoint's policy from being this task's."""
     theirs = checkpoint.meta.get("spaces")
     for name, here in spaces.items():
-        there = theirs.get(name) if isinstance(theirs, dict) else None
-        if there not in (None, here):
-            yield f"an {name} is {there} there, {here} here"
+        known = theirs.get(name) if isinstance(theirs, dict) else None
+        if known not in (None, here):
+            yield f"an {name} is {known} there, {here} here"
     if checkpoint.layout != spec.layout:
         yield from _unlike_layouts(checkpoint.layout, spec.layout)
         return
     before = _task_of(checkpoint)
     if before is None:
         return
-    for key, there, here in _unlike_tasks(before, task):
+    for key, before_value, value in _unlike_tasks(before, task):
         if key.startswith("task.network.") or key == "task.env.normalize_observations":
-            yield f"{key} is {there} there, {here} here"
+            yield f"{key} is {before_value} there, {value} here"
 
 
 def _unlike_layouts(there: Layout, here: Layout) -> Iterator[str]:
