@@ -26,6 +26,7 @@ __all__ = [
     "MembershipProfile",
     "NodeConfig",
     "Role",
+    "VideoConfig",
     "WriterKind",
     "beyond",
     "is_heir",
@@ -161,6 +162,17 @@ class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     state in a crash of every node at once, and writes more."""
     keep: Natural = 3
     """How many numbered checkpoints stay besides ``last`` and ``best``."""
+
+
+class VideoConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Videos of this node's policy while it trains, ``videos/step-N.mp4`` in the data folder."""
+
+    every: Annotated[int, Meta(ge=0, le=10**12)] = 0
+    """Environment steps of the whole swarm between two; 0 makes none. Wants the extra ``video``. Each is one
+    greedy episode, played by a process of the lowest priority; the node rests nine times as long as that
+    took, so a fast swarm leaves some out."""
+    keep: Count = 10
+    """How many stay: the newest."""
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -323,6 +335,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     actors: ActorsConfig = ActorsConfig()
     inference: InferenceConfig = InferenceConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    video: VideoConfig = VideoConfig()
     limits: LimitsConfig = LimitsConfig()
     log: LogConfig = LogConfig()
     debug: DebugConfig = DebugConfig()

@@ -75,6 +75,7 @@ from p2pdrl.node.status import traces
 from p2pdrl.node.status.meters import Meters, write_summary
 from p2pdrl.node.status.reporter import StatusReporter
 from p2pdrl.node.training import NOTHING, Done, Training
+from p2pdrl.node.videos import LONGEST_S, Videos, require_video
 from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
 from p2pdrl.strategies.protocol import ROUTES
 from p2pdrl.telemetry import logging as telemetry_logging
@@ -123,6 +124,7 @@ def run(resolved: Resolved, invite: InviteLine | None = None) -> int:
     config = resolved.config
     telemetry_logging.configure(config.node.log.level, config.node.log.format)
     keep_to_processors(config.node)
+    require_video(config.node.video)
     task_given = any(key.split(".")[1] in HASHED for key in resolved.given("task"))
     node = Node(config, invite, read_starting_point(config.node))
     try:
@@ -411,6 +413,7 @@ class Node:
                 group.create_task(training.mode.watch(), name="strategy"),
                 group.create_task(context.checkpointer.run(), name="checkpoints"),
                 group.create_task(self._evaluations.run(), name="evaluations"),
+                group.create_task(self._videos.run(), name="videos"),
                 group.create_task(self._watch(context.inference.run()), name="inference"),
             ]
             halted = group.create_task(self._follower.halted.wait(), name="halt")
@@ -497,6 +500,7 @@ class Node:
     def _make_others(self, training: Training) -> None:
         """Make what judges and serves a training's policy."""
         self._evaluations = self._make_evaluations(training)
+        self._videos = self._make_videos()
         self._context.inference = self._make_inference(training)
 
     def _tell_training(self, training: Training) -> None:
@@ -689,6 +693,11 @@ class Node:
         config = self._config.node
         process = EvaluatorProcess(threads=config.learner.threads, allow_import=config.may_import)
         return Evaluations(self._context, self._reporter, training, process, self._meters.evaluated)
+
+    def _make_videos(self) -> Videos:
+        config = self._config.node
+        process = EvaluatorProcess(threads=1, allow_import=config.may_import, longest_s=LONGEST_S)
+        return Videos(self._context, config.video, process)
 
     def _make_inference(self, training: Training) -> Inference:
         return Inference(

@@ -59,6 +59,10 @@ The evaluator inherits one piece of shared memory, which holds a checkpoint whil
       ├──────────────────────────────▶│  plays episodes with the checkpoint's policy
       │  Played, or ChildFailed       │
       │◀──────────────────────────────┤
+      │  Film                         │
+      ├──────────────────────────────▶│  films an episode
+      │  Filmed, or ChildFailed       │
+      │◀──────────────────────────────┤
 
 A writer of figures (W&B, MLflow) inherits nothing, and ends its run when the daemon sends no more.
 
@@ -645,16 +649,36 @@ class Played(msgspec.Struct, frozen=True, tag="played"):
     """The episodes took, without the start of the process."""
 
 
-FromEvaluator = Played | ChildFailed | Crashed
+class Film(msgspec.Struct, frozen=True, tag="film"):
+    """Film a greedy episode of the checkpoint that the shared memory holds, at the lowest priority."""
+
+    nbytes: int
+    """Of the checkpoint."""
+    path: str
+    """Of the file, .mp4."""
+    seed: int
+    allow_import: bool
 
 
-def decode_play(body: bytes) -> Play:
+class Filmed(msgspec.Struct, frozen=True, tag="filmed"):
+    """What a film shows."""
+
+    episode_return: float
+    seconds: float
+    """It took, with the start of the process."""
+
+
+ToEvaluator = Play | Film
+FromEvaluator = Played | Filmed | ChildFailed | Crashed
+
+
+def decode_to_evaluator(body: bytes) -> ToEvaluator:
     """Decode the frame's body that an evaluator reads.
 
     Raises:
         WireError: it is another message.
     """
-    message: Play = decode(body, Play, "message of the daemon")
+    message: ToEvaluator = decode(body, ToEvaluator, "message of the daemon")
     return message
 
 
