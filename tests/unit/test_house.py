@@ -52,7 +52,6 @@ DEAD_WORDS = frozenset(
         "staging",
         "tally",
         "telling",
-        "trial",
         "workplace",
     ]
 )
