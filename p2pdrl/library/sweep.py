@@ -372,7 +372,7 @@ class Sweep:
         """Train with each seed; tell whether it was ended early."""
         sets = [f"{key}={value}" for key, value in row.params.items()]
         for seed in range(self.plan.seeds):
-            curve = _Curve(self.plan)
+            curve = _TrialCurve(self.plan)
             training = self._train(one.number, seed, [*self.plan.fixed, *sets])
             with contextlib.closing(training):
                 for point in training:
@@ -419,7 +419,7 @@ class Sweep:
             )
 
 
-class _Curve:
+class _TrialCurve:
     """The learning curve of one training, and what it comes to."""
 
     def __init__(self, plan: SweepPlan) -> None:
