@@ -290,7 +290,7 @@ class WandbWriter:
         )
         self._run.define_metric("env_steps", hidden=True)
         self._run.define_metric("*", step_metric="env_steps")
-        self.where = str(self._run.url or self._run.dir)
+        self.where = str(self._run.dir if mode == "offline" else self._run.url or self._run.dir)
 
     def scalars(self, step: int, _wall_s: float, values: Mapping[str, float]) -> None:
         """Add a point."""
@@ -359,6 +359,7 @@ def served_writer(kind: ServedKind) -> type[WandbWriter] | type[MlflowWriter]:
 
             del wandb
             return WandbWriter
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         from mlflow.tracking import MlflowClient
 
         del MlflowClient

@@ -51,7 +51,7 @@ MOST_STARTS = 5
 AGAIN_S = 60.0
 IMPORT_S = 60.0
 """Longest wait for a package; mlflow's takes seconds."""
-LAST_S = 3.0
+LAST_S = 5.0
 """Longest wait for what is left to be written when the node leaves."""
 
 
