@@ -56,6 +56,12 @@ _LAN = "lan"
     "--join-file", metavar="FILE", help="The same, from the first line of a file, or - for standard input."
 )
 @click.option("--swarm", metavar="NAME", help="Name of a swarm without a key, on this machine only.")
+@click.option(
+    "--from",
+    "start_from",
+    metavar="CHECKPOINT",
+    help="Found a swarm with the parameters of a checkpoint: a file, a node's data folder, or HOST:PORT.",
+)
 @click.option("--device", metavar="NAME", help="auto, cpu, cuda, cuda:1 …")
 @click.option("--actors", metavar="N", help="Processes that act for the learner: 0 (itself), a number, auto.")
 @click.option(
@@ -151,6 +157,7 @@ _KEYS = {
     "data_dir": "node.data_dir",
     "swarm_key_file": "node.swarm_key_file",
     "swarm": "node.swarm",
+    "start_from": "node.start_from",
     "device": "node.learner.device",
     "actors": "node.actors.count",
     "log_level": "node.log.level",

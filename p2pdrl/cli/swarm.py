@@ -63,6 +63,12 @@ def swarm() -> None:
 )
 @click.option("--swarm-key-file", metavar="FILE", help="Key of the swarm; not needed on one machine.")
 @click.option(
+    "--from",
+    "start_from",
+    metavar="CHECKPOINT",
+    help="Begin with the parameters of a checkpoint: a file, a node's data folder, or HOST:PORT.",
+)
+@click.option(
     "--base-port",
     type=click.IntRange(1, 65535),
     default=7700,
@@ -97,6 +103,7 @@ def up(
     base_port: int,
     learners: int | None,
     replays: int | None,
+    start_from: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -105,6 +112,7 @@ def up(
     Ctrl-C makes them leave properly; a second one ends them at once. The exit code is 0 only if every
     node's was.
     """  # fmt: skip
+    from p2pdrl.api.checkpoints import checkpoint_to_start_from
     from p2pdrl.cli.fleet import Fleet
     from p2pdrl.config.environments import require_environment
     from p2pdrl.config.loader import resolve
@@ -113,6 +121,9 @@ def up(
     # a bad one fails before anything starts
     task = resolve(files=files, sets=sets, environ=os.environ).config.task
     require_environment(task)
+    if start_from is not None:
+        checkpoint_to_start_from(start_from, options["swarm_key_file"])
+        options["from"] = start_from
     roles = _roles(count, learners, replays, task)
     arguments = _node_arguments(files, sets, ends, options)
     # In this order: ports are let go after the nodes ended, and the folder last.

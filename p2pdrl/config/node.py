@@ -26,6 +26,8 @@ __all__ = [
     "MembershipProfile",
     "NodeConfig",
     "Role",
+    "VideoConfig",
+    "WriterKind",
     "beyond",
     "is_heir",
     "roles_in",
@@ -162,6 +164,17 @@ class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """How many numbered checkpoints stay besides ``last`` and ``best``."""
 
 
+class VideoConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Videos of this node's policy while it trains, ``videos/step-N.mp4`` in the data folder."""
+
+    every: Annotated[int, Meta(ge=0, le=10**12)] = 0
+    """Environment steps of the whole swarm between two; 0 makes none. Wants the extra ``video``. Each is one
+    greedy episode, played by a process of the lowest priority; the node rests nine times as long as that
+    took, so a fast swarm leaves some out."""
+    keep: Count = 10
+    """How many stay: the newest."""
+
+
 class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Bounds on what peers may do to this node, and on what the node takes of its machine."""
 
@@ -205,6 +218,10 @@ class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """How long a quarantined peer is neither met nor answered."""
 
 
+WriterKind = Literal["csv", "tensorboard", "wandb", "mlflow"]
+"""What writes a run's figures."""
+
+
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is told on standard error, and elsewhere."""
 
@@ -212,8 +229,20 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Least severe message that is shown."""
     format: Literal["auto", "text", "json"] = "auto"
     """``auto`` writes text to a terminal and JSON lines elsewhere."""
+    writers: tuple[WriterKind, ...] = ("csv",)
+    """Where figures are written every five seconds, over the swarm's environment steps, and evaluations:
+    ``csv`` (``metrics.csv`` in the data folder); ``tensorboard``, ``wandb`` (Weights & Biases) and
+    ``mlflow`` want the extra of their name. A writer that fails is told and doesn't disturb the training."""
+    project: Annotated[str, Meta(min_length=1, max_length=128)] = "p2pdrl"
+    """Project of W&B, experiment of MLflow."""
+    wandb_mode: Literal["auto", "online", "offline"] = "auto"
+    """``offline`` writes into the data folder, for ``wandb sync``; ``auto`` does what ``WANDB_MODE`` says."""
+    mlflow_uri: str | None = None
+    """MLflow's server or database; none takes ``MLFLOW_TRACKING_URI``, or else ``mlflow.db`` in the data
+    folder."""
     tensorboard_dir: str | None = None
-    """Folder for TensorBoard event files; wants the ``tensorboard`` extra."""
+    """Folder for TensorBoard event files, in place of ``tensorboard`` in the data folder; setting it has them
+    written."""
 
 
 class DebugConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -266,6 +295,10 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     user's data folder."""
     seed: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     """Seed of this node's environments and exploration; none derives it from identity and boot."""
+    start_from: str | None = None
+    """Found a swarm with the parameters and normalisation of a checkpoint, for fine-tuning: a file, a folder
+    of a node's data, or HOST:PORT of a running node. Everything else begins anew (docs/tuning.md). A node
+    that joins a swarm takes that one's state, and one with a checkpoint of its own goes on from it."""
     mode_from_config: bool = False
     """When no other node runs, begin in the mode of the configuration, and not in the one that the swarm
     was in last."""
@@ -302,6 +335,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     actors: ActorsConfig = ActorsConfig()
     inference: InferenceConfig = InferenceConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    video: VideoConfig = VideoConfig()
     limits: LimitsConfig = LimitsConfig()
     log: LogConfig = LogConfig()
     debug: DebugConfig = DebugConfig()

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from p2pdrl.api.checkpoints import read_checkpoint
 from p2pdrl.config.environments import imports_of
 from p2pdrl.config.task import TaskConfig
 from p2pdrl.errors import UsageError
-from p2pdrl.library.checkpoints import read_checkpoint
 from p2pdrl.library.names import is_registered
 from p2pdrl.rl.envs import make_scalar_env
 from p2pdrl.rl.export import Format, export, format_of

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from p2pdrl.api.checkpoints import checkpoint_to_start_from
 from p2pdrl.config.environments import imports_of, require_runnable
 from p2pdrl.config.loader import Resolved, resolve
 from p2pdrl.errors import (
@@ -236,6 +237,7 @@ def train(
     data_dir: str | Path | None = None,
     swarm_key_file: str | Path | None = None,
     name: str = "node",
+    start_from: str | Path | None = None,
     interval_s: float = 1.0,
     start_timeout_s: float = 120.0,
     **overrides: Any,
@@ -252,6 +254,8 @@ def train(
             temporary one, which goes with the `Run`.
         swarm_key_file: the swarm's key, which nodes on several machines need.
         name: what people call the node.
+        start_from: a checkpoint whose parameters and normalisation it begins with, where it founds a swarm: a
+            file, a node's data folder, or ``HOST:PORT`` of a running node (docs/tuning.md).
         interval_s: between two status when the `Run` is iterated.
         start_timeout_s: longest wait until it trains.
         overrides: single keys of the configuration, two underscores for each dot:
@@ -259,6 +263,7 @@ def train(
 
     Raises:
         ConfigError: the configuration can't be read or can't run here; nothing was started.
+        UsageError: there is no checkpoint to start from; nothing was started.
         WorkerError: the node ended as it started, in its own words; UsageError where the caller can mend it.
         UnhealthyError: it doesn't train in time.
 
@@ -285,6 +290,9 @@ def train(
     arguments += [part for key, value in named.items() for part in ("--set", f"{key}={_as_text(key, value)}")]
     for peer in [peers] if isinstance(peers, str) else peers:
         arguments += ["--peers", peer]
+    if start_from is not None:
+        checkpoint_to_start_from(str(start_from), resolved.config.node.swarm_key_file)
+        arguments += ["--from", str(start_from)]
     arguments += ["--leave-with", str(os.getpid())]
     environ = os.environ | {"PYTHONPATH": _python_path(entries)}
     with contextlib.ExitStack() as kept, contextlib.ExitStack() as claim:
@@ -309,7 +317,8 @@ def _require_usable(named: Mapping[str, Any]) -> None:
     for key, value in named.items():
         if value is None:
             raise UsageError(f"{key} = None says nothing: leave it out for its default")
-    for key, argument in (("node.data_dir", "data_dir"), ("node.name", "name"), ("node.peers", "peers")):
+    for argument in ("data_dir", "name", "peers", "start_from"):
+        key = f"node.{argument}"
         if key in named:
             raise UsageError(f"{key}: give it as {argument}=")
 

@@ -17,6 +17,7 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
@@ -44,11 +45,13 @@ from p2pdrl.node.background import set_within
 from p2pdrl.node.bootstrap.datadir import DataDir
 from p2pdrl.node.bootstrap.first_state import first_state, founded_at, load_checkpoint
 from p2pdrl.node.bootstrap.invited import InvitedMember, as_member
-from p2pdrl.node.bootstrap.joining import JoinInfo
+from p2pdrl.node.bootstrap.joining import JoinInfo, SwarmOrigin
 from p2pdrl.node.bootstrap.lan import LOOK_FIRST_S, LanDiscovery, fingerprint
 from p2pdrl.node.bootstrap.processors import keep_to_processors
+from p2pdrl.node.bootstrap.starting_point import StartingPoint, read_starting_point
 from p2pdrl.node.bootstrap.startup import Opened, direct, moved_to, open_node
 from p2pdrl.node.children.evaluator import EvaluatorProcess
+from p2pdrl.node.children.run_writers import RunWriters, run_info
 from p2pdrl.node.context import NodeContext
 from p2pdrl.node.evaluation import Evaluations
 from p2pdrl.node.events import EventLog
@@ -72,10 +75,10 @@ from p2pdrl.node.status import traces
 from p2pdrl.node.status.meters import Meters, write_summary
 from p2pdrl.node.status.reporter import StatusReporter
 from p2pdrl.node.training import NOTHING, Done, Training
+from p2pdrl.node.videos import LONGEST_S, Videos, require_video
 from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
 from p2pdrl.strategies.protocol import ROUTES
 from p2pdrl.telemetry import logging as telemetry_logging
-from p2pdrl.telemetry.tensorboard import TensorBoardWriter, open_writer
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, RouteRoles
 
 __all__ = ["SHUTDOWN_S", "Node", "run", "shutdown"]
@@ -121,8 +124,9 @@ def run(resolved: Resolved, invite: InviteLine | None = None) -> int:
     config = resolved.config
     telemetry_logging.configure(config.node.log.level, config.node.log.format)
     keep_to_processors(config.node)
+    require_video(config.node.video)
     task_given = any(key.split(".")[1] in HASHED for key in resolved.given("task"))
-    node = Node(config, invite)
+    node = Node(config, invite, read_starting_point(config.node))
     try:
         return asyncio.run(node.live(task_given=task_given))
     except BaseExceptionGroup as group:
@@ -142,9 +146,12 @@ def _first(group: BaseExceptionGroup[P2PDRLError]) -> P2PDRLError:
 class Node:
     """One node, from its start to its end."""
 
-    def __init__(self, config: Config, invite: InviteLine | None = None) -> None:
+    def __init__(
+        self, config: Config, invite: InviteLine | None = None, start: StartingPoint | None = None
+    ) -> None:
         self._config = config
         self._invite = invite
+        self._start = start
         self._member: InvitedMember | None = None
         self._clock = SystemClock()
         self._events = EventLog(2000, self._clock)
@@ -194,7 +201,11 @@ class Node:
             self._memory = SwarmMemory(context)
             self._reporter = StatusReporter(context)
             self._follower = RecordFollower(context, self._reporter)
-            self._meters = Meters(context, self._reporter, self._open_writer(stack))
+            self._writers = RunWriters(
+                self._config.node.log, Path(context.data_dir), self._clock, self._events
+            )
+            stack.push_async_callback(self._writers.close)
+            self._meters = Meters(context, self._reporter, self._writers)
             context.lag = LoopLagMonitor(on_sample=self._meters.registry.observe_loop_lag)
             self._admission.founded_at = lambda: self._follower.founded_at
             opened.view.attach(context, self._reporter, self._meters, self._follower, self.set_roles)
@@ -233,14 +244,6 @@ class Node:
         if self._member is not None:
             fitted = self._member.fitted(node)
             self._config = msgspec.structs.replace(self._config, node=fitted)
-
-    def _open_writer(self, stack: AsyncExitStack) -> TensorBoardWriter | None:
-        folder = self._config.node.log.tensorboard_dir
-        if folder is None:
-            return None
-        writer = open_writer(folder, self._clock)
-        stack.callback(writer.close)
-        return writer
 
     def _catch_signals(self, stack: AsyncExitStack) -> None:
         loop = asyncio.get_running_loop()
@@ -285,6 +288,8 @@ class Node:
                 group.create_task(self._manager.run(self._events), name="service manager"),
                 group.create_task(context.reachability.run(), name="reachability"),
             ]
+            self._writers.start()
+            jobs.append(group.create_task(self._writers.watch(), name="writers"))
             context.gossip = self._make_gossip()
             jobs.append(group.create_task(context.gossip.run(), name="gossip"))
             if most_nbytes := self._config.node.limits.memory_bytes:
@@ -302,17 +307,14 @@ class Node:
             early = group.create_task(self._leave_if_done(), name="halt before training")
             self._believe_history(origin.info)
             require_runnable(origin.task, self._config)  # a resumed one is of an earlier run's configuration
-            training = self._make_training(origin.task)
             stack.push_async_callback(self._end_training)
-            self._latest = training
-            context.learner = training.supervisor
-            await training.build()
+            training = await self._build_training(origin)
             self._admission.tell_founded(origin)  # not before: the learner may refuse the task
-            store = self._checkpoint_store(training)
+            store = CheckpointStore(self._checkpoint_folder(training), self._config.node.checkpoint.keep)
             checkpoint = await load_checkpoint(store, context.progress_tracker, self._events)
             context.training = self._admission.training = training
             self._serve()
-            state, lineage = await first_state(context, training, origin, checkpoint)
+            state, lineage = await first_state(context, training, origin, checkpoint, self._start)
             await training.begin(state, lineage)
             opened.data.keep = True
             context.checkpointer = self._make_checkpointer(store, training, checkpoint)
@@ -324,7 +326,8 @@ class Node:
             if origin.how == "resumed" and memory is not None:
                 self._memory.had_others = True
                 recall_stop(context, memory)
-            orphaned = state is None and origin.info is not None and lineage != origin.info.lineage
+            given = state is not None and state.head.lineage
+            orphaned = not given and origin.info is not None and lineage != origin.info.lineage
             if (
                 origin.how != "joined" or orphaned
             ):  # nobody had the state: a lineage of our own, with its records
@@ -336,6 +339,25 @@ class Node:
             for job in jobs:
                 job.cancel()
         self.leave("the swarm is done")
+
+    async def _build_training(self, origin: SwarmOrigin) -> Training:
+        training = self._latest = self._make_training(origin.task)
+        self._context.learner = training.supervisor
+        await training.build()
+        if self._start is not None and origin.info is None:
+            self._start.check_if_needed(training, self._checkpoint_folder(training))
+        await self._writers.ready()
+        context = self._context
+        self._writers.begin(
+            partial(
+                run_info,
+                node_id=context.node_id,
+                name=context.name,
+                swarm_id=context.swarm_id,
+                task=origin.task,
+            )
+        )
+        return training
 
     async def _leave_if_done(self) -> None:
         """Leave as soon as we hear, before we train, that the swarm is done: its members leave, too.
@@ -391,6 +413,7 @@ class Node:
                 group.create_task(training.mode.watch(), name="strategy"),
                 group.create_task(context.checkpointer.run(), name="checkpoints"),
                 group.create_task(self._evaluations.run(), name="evaluations"),
+                group.create_task(self._videos.run(), name="videos"),
                 group.create_task(self._watch(context.inference.run()), name="inference"),
             ]
             halted = group.create_task(self._follower.halted.wait(), name="halt")
@@ -477,6 +500,7 @@ class Node:
     def _make_others(self, training: Training) -> None:
         """Make what judges and serves a training's policy."""
         self._evaluations = self._make_evaluations(training)
+        self._videos = self._make_videos()
         self._context.inference = self._make_inference(training)
 
     def _tell_training(self, training: Training) -> None:
@@ -648,9 +672,8 @@ class Node:
         context.transport.serve(metrics_gossip.ROUTE, made.answer, max_meta_bytes=limit)
         return made
 
-    def _checkpoint_store(self, training: Training) -> CheckpointStore:
-        folder = Path(self._context.data_dir) / "checkpoints" / training.task_hash[:12]
-        return CheckpointStore(folder, self._config.node.checkpoint.keep)
+    def _checkpoint_folder(self, training: Training) -> Path:
+        return Path(self._context.data_dir) / "checkpoints" / training.task_hash[:12]
 
     def _make_checkpointer(
         self, store: CheckpointStore, training: Training, checkpoint: Checkpoint | None
@@ -670,6 +693,11 @@ class Node:
         config = self._config.node
         process = EvaluatorProcess(threads=config.learner.threads, allow_import=config.may_import)
         return Evaluations(self._context, self._reporter, training, process, self._meters.evaluated)
+
+    def _make_videos(self) -> Videos:
+        config = self._config.node
+        process = EvaluatorProcess(threads=1, allow_import=config.may_import, longest_s=LONGEST_S)
+        return Videos(self._context, config.video, process)
 
     def _make_inference(self, training: Training) -> Inference:
         return Inference(

@@ -257,6 +257,15 @@ class Trainer:
             policy.exploration = exploration
 
     @property
+    def spaces(self) -> dict[str, str]:
+        """What observations and actions are, in words; empty for a regression."""
+        if self._policy is None:
+            return {}
+        spec = self._policy.spec
+        shape = " x ".join(map(str, spec.obs_shape)) or "1"
+        return {"observation": f"{shape} of {spec.obs_dtype}", "action": str(spec.action)}
+
+    @property
     def policy(self) -> Policy:
         """The policy that acts.
 

@@ -1,1 +1,1 @@
-"""What a node reports: log lines, metrics for Prometheus, rates, TensorBoard files."""
+"""What a node reports: log lines, metrics for Prometheus, rates, writers of figures."""

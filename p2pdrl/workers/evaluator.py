@@ -9,6 +9,7 @@ evaluation after the other: it stays, so that torch is imported once.
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import sys
 import time
@@ -24,9 +25,12 @@ from p2pdrl.telemetry.progress import ProgressLine
 from p2pdrl.tensors.checkpoint import Checkpoint, from_bytes, read_file
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.workers.child import child_main
-from p2pdrl.workers.protocol import FrameBuffer, Play, Played, decode_play, frame
+from p2pdrl.workers.protocol import Film, Filmed, FrameBuffer, Play, Played, decode_to_evaluator, frame
 
 __all__ = ["Players", "main"]
+
+LOWEST = 19
+"""The nice value of a process that others' work comes before."""
 
 
 class Players:
@@ -119,12 +123,7 @@ class Service:
 
     def play(self, request: Play) -> Played:
         """Play the episodes that the daemon asks for, on the processor."""
-        import torch
-
-        torch.set_num_threads(request.threads)
-        if self._players is None:
-            self._players = Players("cpu", allow_import=request.allow_import)
-        played = self._players.of(from_bytes(bytes(self._memory.buf[: request.nbytes])))
+        played = self._policy(request, request.threads)
         began_s = time.perf_counter()
         result = evaluate(
             played.policy,
@@ -138,6 +137,30 @@ class Service:
         length = sum(result.lengths) / len(result.lengths)
         return Played(result.mean, result.std, length, time.perf_counter() - began_s)
 
+    def film(self, request: Film) -> Filmed:
+        """Film an episode, while nobody else wants the processor."""
+        began_s = time.perf_counter()
+        os.nice(LOWEST)
+        played = self._policy(request, 1)
+        episode_return = record_video(
+            played.policy,
+            played.task.env,
+            Path(request.path),
+            greedy=True,
+            seed=request.seed,
+            normalizer=played.normalizer,
+            allow_import=request.allow_import,
+        )
+        return Filmed(episode_return, time.perf_counter() - began_s)
+
+    def _policy(self, request: Play | Film, threads: int) -> PolicyInference:
+        import torch
+
+        torch.set_num_threads(threads)
+        if self._players is None:
+            self._players = Players("cpu", allow_import=request.allow_import)
+        return self._players.of(from_bytes(bytes(self._memory.buf[: request.nbytes])))
+
 
 def _live(sock: socket.socket, options: argparse.Namespace) -> None:
     """Answer requests until the daemon closes its socket."""
@@ -145,7 +168,9 @@ def _live(sock: socket.socket, options: argparse.Namespace) -> None:
     frames = FrameBuffer()
     while data := sock.recv(1 << 16):
         for body in frames.feed(data):
-            sock.sendall(frame(service.play(decode_play(body))))
+            request = decode_to_evaluator(body)
+            answer = service.film(request) if isinstance(request, Film) else service.play(request)
+            sock.sendall(frame(answer))
 
 
 def main() -> int:

@@ -448,6 +448,7 @@ def _live(mailbox: Mailbox) -> None:
             replay_nbytes=trainer.replay_nbytes,
             replay_places=trainer.replay.memory.places if start.replay == "shard" else 0,
             samples=samples,
+            spaces=trainer.spaces,
         )
     )
     memory, fd = mailbox.attach()

@@ -59,6 +59,24 @@ The evaluator inherits one piece of shared memory, which holds a checkpoint whil
       ├──────────────────────────────▶│  plays episodes with the checkpoint's policy
       │  Played, or ChildFailed       │
       │◀──────────────────────────────┤
+      │  Film                         │
+      ├──────────────────────────────▶│  films an episode
+      │  Filmed, or ChildFailed       │
+      │◀──────────────────────────────┤
+
+A writer of figures (W&B, MLflow) inherits nothing, and ends its run when the daemon sends no more.
+
+    daemon                          run writer
+      │  PrepareWriter                │
+      ├──────────────────────────────▶│  imports its package
+      │  WriterReady, or ChildFailed  │
+      │◀──────────────────────────────┤
+      │  OpenRun                      │
+      ├──────────────────────────────▶│
+      │                    RunOpened  │
+      │◀──────────────────────────────┤
+      │  RunPoint, RunPoint, …        │
+      ├──────────────────────────────▶│  writes figures
 
 The inference process inherits the policy that it acts with (`tensors.shared_policy`), which the daemon
 writes, or, where it acts for the node's actors too, the learner. Observations and actions lie in slots of
@@ -97,6 +115,7 @@ import msgspec
 from p2pdrl.config.fields import Microbatches
 from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.errors import WireError
+from p2pdrl.telemetry.writers import RunInfo, ServedKind
 from p2pdrl.tensors.inference_slots import InferenceSpec, StepSpec
 from p2pdrl.transport.codec import decode
 from p2pdrl.workers.pipeline.protocol import Blocks, Finish, Measure, News, StartStage, Trace, Traced
@@ -124,14 +143,18 @@ __all__ = [
     "JoinHogwild",
     "LearnerPace",
     "LendActors",
+    "OpenRun",
     "Others",
     "PostedRequest",
+    "PrepareWriter",
     "Prioritize",
     "Progress",
     "ReplayRows",
     "Report",
     "RequestAnswer",
     "RequestKind",
+    "RunOpened",
+    "RunPoint",
     "SampleSlots",
     "Sampled",
     "Start",
@@ -144,13 +167,16 @@ __all__ = [
     "UseSlots",
     "UseSteps",
     "WorkMode",
+    "WriterReady",
     "actor_seed",
     "decode_from_actor",
     "decode_from_inference",
     "decode_from_learner",
+    "decode_from_run_writer",
     "decode_start_actor",
     "decode_to_inference",
     "decode_to_learner",
+    "decode_to_run_writer",
     "frame",
 ]
 
@@ -391,6 +417,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     samples: bytes = b""
     """Of a shard of the replay, and of a learner that draws from shards: msgpack of `UnrollSpec.to_wire`,
     what samples are made of."""
+    spaces: dict[str, str] = {}
+    """What observations and actions are, in words; empty for a regression."""
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
@@ -621,16 +649,36 @@ class Played(msgspec.Struct, frozen=True, tag="played"):
     """The episodes took, without the start of the process."""
 
 
-FromEvaluator = Played | ChildFailed | Crashed
+class Film(msgspec.Struct, frozen=True, tag="film"):
+    """Film a greedy episode of the checkpoint that the shared memory holds, at the lowest priority."""
+
+    nbytes: int
+    """Of the checkpoint."""
+    path: str
+    """Of the file, .mp4."""
+    seed: int
+    allow_import: bool
 
 
-def decode_play(body: bytes) -> Play:
+class Filmed(msgspec.Struct, frozen=True, tag="filmed"):
+    """What a film shows."""
+
+    episode_return: float
+    seconds: float
+    """It took, with the start of the process."""
+
+
+ToEvaluator = Play | Film
+FromEvaluator = Played | Filmed | ChildFailed | Crashed
+
+
+def decode_to_evaluator(body: bytes) -> ToEvaluator:
     """Decode the frame's body that an evaluator reads.
 
     Raises:
         WireError: it is another message.
     """
-    message: Play = decode(body, Play, "message of the daemon")
+    message: ToEvaluator = decode(body, ToEvaluator, "message of the daemon")
     return message
 
 
@@ -641,6 +689,61 @@ def decode_from_evaluator(body: bytes) -> FromEvaluator:
         WireError: it isn't a message of an evaluator.
     """
     message: FromEvaluator = decode(body, FromEvaluator, "message of the evaluator")
+    return message
+
+
+class PrepareWriter(msgspec.Struct, frozen=True, tag="prepare_writer"):
+    """First message to a writer of figures: which one it is."""
+
+    kind: ServedKind
+
+
+class WriterReady(msgspec.Struct, frozen=True, tag="writer_ready"):
+    """Its package is imported."""
+
+
+class OpenRun(msgspec.Struct, frozen=True, tag="open_run"):
+    """Begin a run, or go on with it."""
+
+    run: RunInfo
+
+
+class RunOpened(msgspec.Struct, frozen=True, tag="run_opened"):
+    """The run is open."""
+
+    where: str
+    """People find it there: an address or a folder."""
+
+
+class RunPoint(msgspec.Struct, frozen=True, tag="run_point"):
+    """Figures to be written."""
+
+    step: int
+    wall_s: float
+    values: dict[str, float]
+
+
+ToRunWriter = PrepareWriter | OpenRun | RunPoint
+FromRunWriter = WriterReady | RunOpened | ChildFailed | Crashed
+
+
+def decode_to_run_writer(body: bytes) -> ToRunWriter:
+    """Decode a frame's body as a writer of figures reads it.
+
+    Raises:
+        WireError: it isn't a message to one.
+    """
+    message: ToRunWriter = decode(body, ToRunWriter, "message of the daemon")
+    return message
+
+
+def decode_from_run_writer(body: bytes) -> FromRunWriter:
+    """Decode a frame's body as the daemon reads it.
+
+    Raises:
+        WireError: it isn't a message of a writer of figures.
+    """
+    message: FromRunWriter = decode(body, FromRunWriter, "message of the run writer")
     return message
 
 

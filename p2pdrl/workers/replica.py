@@ -67,6 +67,8 @@ class Replica:
             raise WorkerError("the board holds no readable state to restore")
         vector, sidecar, self.version = restored
         self.trainer.set_state(vector, sidecar, own=True)
+        if sidecar is None:  # target networks aren't what they were for other parameters
+            self.trainer.reset_targets()
 
     def take(self) -> bool:
         """Add the delta or load the set in the board's slot; return whether there was one."""

@@ -52,7 +52,6 @@ DEAD_WORDS = frozenset(
         "staging",
         "tally",
         "telling",
-        "trial",
         "workplace",
     ]
 )
@@ -186,7 +185,7 @@ def words_of(identifier: str) -> frozenset[str]:
 
 DOTTED = re.compile(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?:\(\))?`")
 SINGLE = re.compile(r"`([A-Za-z_]\w*)(?:\(\))?`")
-FILES = (".json", ".safetensors", ".toml", ".key")
+FILES = (".csv", ".db", ".json", ".key", ".safetensors", ".toml")
 
 
 def docstrings(source: Source) -> Iterator[tuple[str, str]]:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from p2pdrl.errors import WireError
+from p2pdrl.ids import founded_by
 from p2pdrl.node.accounting.claims import ClaimBounds
 from p2pdrl.node.accounting.counters import MAX_ENTRIES, ZERO, CounterTable, Counts, CountsRow, NodeCounts
 from p2pdrl.node.accounting.facts import FactSigner, ForgedFactError, SignedFact
@@ -24,13 +25,18 @@ from p2pdrl.tensors.moments import Moments, MomentsTable
 from p2pdrl.tensors.sidecar import SidecarLayout
 from p2pdrl.transport.codec import decode
 
-__all__ = ["LineageFacts", "LineageRank", "ProgressTracker"]
+__all__ = ["MOST_PRIOR_SAMPLES", "LineageFacts", "LineageRank", "ProgressTracker"]
 
 MAX_LINEAGES = 64
 MAX_NAME_CHARS = 64
 MAX_STREAMS = 8
 SAMPLES_PER_STEP = 2
 """A normaliser counts one sample a step; a learner that was killed may have counted more than it told."""
+
+MOST_PRIOR_SAMPLES = 10_000
+"""A node whose run began from a checkpoint counts the samples behind that one's normalisers as so many, at
+most: what it sees itself soon counts more. Of who founded their lineage others take so many more than it can
+have seen."""
 
 SUBSTANTIAL = 0.05
 """A member's steps are a word for its lineage if they are this part of the greatest one's: a node that has
@@ -287,7 +293,8 @@ class ProgressTracker:
         Cumulative moments never forget, so an entry is put aside (it may come again) unless it is
         plausible in size and counts no more samples than that node can have seen: those of its own steps,
         and of the steps of others who haven't counted them themselves, as a learner counts what other
-        nodes' actors make. Merge the counts of the same message first.
+        nodes' actors make; of who founded our lineage also `MOST_PRIOR_SAMPLES`. Merge the counts of the
+        same message first.
 
         Boots beyond ``latest_boot`` are ignored.
 
@@ -326,6 +333,19 @@ class ProgressTracker:
 
                 self._moments[name].merge(whole, admit)
 
+    def begin_moments(self, moments: dict[str, Moments]) -> None:
+        """Begin with what the normalisers of a checkpoint had counted, as if we had seen it before.
+
+        Each counts as `MOST_PRIOR_SAMPLES` at most, of the same mean and deviation.
+
+        Raises:
+            WireError: a stream is of another shape.
+        """
+        for name, found in moments.items():
+            weight = min(1.0, MOST_PRIOR_SAMPLES / max(found.count, 1.0))
+            prior = Moments(found.count * weight, found.mean, found.m2 * weight)
+            self.restore_moments({name: [[self._me, self._boot - 1, prior.to_wire(), b""]]})
+
     def _merge_stream(self, name: str, rows: list[object], latest_boot: int | None) -> int:
         table = self._moments[name]
         counted, made = table.counts(rows), self._steps_by_node()
@@ -336,7 +356,8 @@ class ProgressTracker:
             if (latest_boot is not None and boot > latest_boot) or not moments.plausible:
                 return False
             seen = made.get(node, 0) + all_left - left.get(node, 0.0)
-            if node != self._me and moments.count > SAMPLES_PER_STEP * seen:
+            prior = MOST_PRIOR_SAMPLES if founded_by(self._lineage, proof[:32]) else 0
+            if node != self._me and moments.count > SAMPLES_PER_STEP * seen + prior:
                 return False
             self._check_moments(name, node, body, proof)
             return True

@@ -14,6 +14,7 @@ from p2pdrl.node.accounting.counters import Counts, NodeCounts
 from p2pdrl.node.accounting.facts import ForgedFactError
 from p2pdrl.node.accounting.progress_tracker import LineageFacts, ProgressTracker
 from p2pdrl.node.bootstrap.joining import JoinInfo, SwarmOrigin
+from p2pdrl.node.bootstrap.starting_point import StartingPoint
 from p2pdrl.node.context import NodeContext
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.state.checkpoints import Checkpoint, CheckpointStore, as_state
@@ -73,15 +74,21 @@ def restore_steps(progress_tracker: ProgressTracker, checkpoint: Checkpoint) -> 
 
 
 async def first_state(
-    context: NodeContext, training: Training, origin: SwarmOrigin, checkpoint: Checkpoint | None
+    context: NodeContext,
+    training: Training,
+    origin: SwarmOrigin,
+    checkpoint: Checkpoint | None,
+    start: StartingPoint | None = None,
 ) -> tuple[TransferredState | None, str]:
     """Return the state to begin from (None: the task's initial weights) and its lineage.
 
     Args:
         checkpoint: of an earlier run of this task, if any.
+        start: what a swarm that this node founds begins from, in place of the initial weights.
 
     Raises:
         CheckpointError: the checkpoint is of another layout.
+        ConfigError: the one to start from doesn't fit the task.
     """
     own = None if checkpoint is None else await asyncio.to_thread(as_state, checkpoint, training.spec)
     info = origin.info
@@ -93,12 +100,17 @@ async def first_state(
         if found is not None:
             donor, state = found
             alive = context.learners()
+            context.progress_tracker.follow(state.head.lineage)  # its founder may tell of more than others
             if context.gossip is not None and donor in alive:
                 await context.gossip.tell(donor, alive[donor])  # its counts and moments
             training.tell_adopted(donor, state, "joined")
+            _tell_not_needed(context, start, "the swarm's parameters are taken, as by every node that joins")
             return state, state.head.lineage
+    if own is None and start is not None:
+        return _begin_from(context, training, start), new_lineage(context.membership.public_key)
     if own is None:
         return None, _lineage(context, origin, origin.lineage)
+    _tell_not_needed(context, start, "this node goes on from its own parameters, of its last checkpoint")
     context.events.emit(
         "resumed-checkpoint",
         f"goes on from its checkpoint at version {own.head.policy_version}; "
@@ -108,6 +120,23 @@ async def first_state(
         optimizer=own.sidecar is not None,
     )
     return own, own.head.lineage if info is not None else _lineage(context, origin, own.head.lineage)
+
+
+def _begin_from(context: NodeContext, training: Training, start: StartingPoint) -> TransferredState:
+    state = start.begin(training, context.progress_tracker)
+    context.events.emit(
+        "started-from",
+        f"begins with the parameters and the normalisation of {start.words}; optimizer, counts and schedules "
+        "begin anew",
+        source=start.source,
+        params_hash=state.head.params_hash,
+    )
+    return state
+
+
+def _tell_not_needed(context: NodeContext, start: StartingPoint | None, why: str) -> None:
+    if start is not None:
+        context.events.emit("start-not-needed", f"{why}, not those of --from {start.source}")
 
 
 def _lineage(context: NodeContext, origin: SwarmOrigin, earlier: str) -> str:

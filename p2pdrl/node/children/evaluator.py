@@ -1,4 +1,4 @@
-"""The process that plays evaluations: started with the first one, kept, started anew where it died.
+"""The process that plays evaluations, or films: started with the first one, kept, started anew where it died.
 
 The checkpoint to be played lies in memory that the daemon shares with it.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from p2pdrl.errors import WorkerError
 from p2pdrl.node.children.child_process import ProcessLink
 from p2pdrl.tensors.shared_memory import SharedRegion
-from p2pdrl.workers.protocol import Play, Played, decode_from_evaluator, frame
+from p2pdrl.workers.protocol import Film, Filmed, Play, Played, decode_from_evaluator, frame
 
 __all__ = ["EvaluatorProcess"]
 
@@ -38,8 +39,8 @@ class EvaluatorLink(ProcessLink):
         options = {"--memory": memory.fd, "--nbytes": memory.nbytes}
         return cls(*await cls.launch("p2pdrl.workers.evaluator", options, environment, [memory.fd]))
 
-    async def play(self, request: Play) -> Played:
-        """Have it play.
+    async def ask(self, request: Play | Film) -> Played | Filmed:
+        """Have it play or film.
 
         Raises:
             ConfigError: it can't, as configured.
@@ -49,7 +50,7 @@ class EvaluatorLink(ProcessLink):
         while True:
             for body in await self.receive():
                 message = decode_from_evaluator(body)
-                if isinstance(message, Played):
+                if isinstance(message, Played | Filmed):
                     return message
                 self.says_its_end(message)
 
@@ -90,17 +91,41 @@ class EvaluatorProcess:
             TensorError: the system gives no memory to share.
         """
         nbytes = sum(part.nbytes for part in checkpoint)
+        request = Play(nbytes, episodes, greedy, seed, self._threads, self._allow_import)
+        answer = await self._ask(request, checkpoint)
+        if not isinstance(answer, Played):
+            raise WorkerError("the evaluator filmed, and should have played")
+        return answer
+
+    async def film(self, checkpoint: Sequence[memoryview], path: Path, *, seed: int) -> Filmed:
+        """Film an episode with a checkpoint's policy; one call at a time.
+
+        Args:
+            path: of the file, .mp4; its folder is made.
+
+        Raises:
+            ConfigError: its task can't be filmed here.
+            WorkerError: as `play`.
+            TensorError: likewise.
+        """
+        nbytes = sum(part.nbytes for part in checkpoint)
+        answer = await self._ask(Film(nbytes, str(path), seed, self._allow_import), checkpoint)
+        if not isinstance(answer, Filmed):
+            raise WorkerError("the evaluator played, and should have filmed")
+        return answer
+
+    async def _ask(self, request: Play | Film, checkpoint: Sequence[memoryview]) -> Played | Filmed:
+        nbytes = request.nbytes
         if self._memory is None or self._memory.nbytes < nbytes:
             await self.stop()
             self._memory = SharedRegion.create(int(nbytes * SLACK) + (1 << 16), "evaluation")
         await asyncio.to_thread(_fill, self._memory, checkpoint)
-        request = Play(nbytes, episodes, greedy, seed, self._threads, self._allow_import)
         if self._link is None:
             self._link = await EvaluatorLink.spawn(self._memory, self._threads)
         link = self._link
         try:
             async with asyncio.timeout(self._longest_s):
-                return await link.play(request)
+                return await link.ask(request)
         except TimeoutError:
             await self._kill()
             raise WorkerError(f"the evaluator wasn't done after {self._longest_s:g} s") from None

@@ -267,6 +267,8 @@ class LearnerSupervisor:
         self.metrics: dict[str, float] = {}
         self.moments: dict[str, bytes] = {}
         self.device = ""
+        self.spaces: dict[str, str] = {}
+        """What observations and actions are, in words."""
         self.restarts = 0
         self.speed = RateMeter(10.0)
         """Environment steps a second."""
@@ -316,7 +318,7 @@ class LearnerSupervisor:
         while (hello := await self._first_hello()) is None:  # noqa: ASYNC110
             await asyncio.sleep(self.restart_policy.backoff_s)
         spec = _spec(hello)
-        self.device = hello.device
+        self.device, self.spaces = hello.device, hello.spaces
         board = self.open(spec)
         self._open_experience(hello, spec)
         await self._open_replay(hello)

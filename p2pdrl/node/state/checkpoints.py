@@ -335,6 +335,7 @@ class Checkpointer:
             "layout": training.spec.layout.to_wire(),
             "task": msgspec.to_builtins(training.task),
             "task_hash": training.task_hash,
+            "spaces": training.supervisor.spaces,
             "lineage": training.lineage,
             "env_steps": total.env_steps,
             "facts": _text(msgspec.msgpack.encode(self._progress_tracker.counts())),

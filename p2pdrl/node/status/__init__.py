@@ -3,6 +3,6 @@
 | to … | modules |
 |---|---|
 | collect it | `reporter`, `pipeline`, `health` |
-| show it | `view` (HTTP), `meters` (Prometheus, TensorBoard, ``summary.json``) |
+| show it | `view` (HTTP), `meters` (Prometheus, run writers, ``summary.json``) |
 | show what a pipeline did | `traces` |
 """

@@ -1,4 +1,4 @@
-"""Where the node's figures go: the metrics page, TensorBoard, and at the end ``summary.json``.
+"""Where the node's figures go: the metrics page, run writers (TensorBoard, W&B …), at last ``summary.json``.
 
 Each run replaces the last one's summary; the boot and the process id in it tell whose it is.
 """
@@ -13,12 +13,12 @@ import msgspec
 import p2pdrl
 from p2pdrl.atomic import storage_error, write_atomic
 from p2pdrl.node.accounting.evaluations import Entry
+from p2pdrl.node.children.run_writers import RunWriters
 from p2pdrl.node.context import NodeContext
 from p2pdrl.node.status.pipeline import pipeline_document
 from p2pdrl.node.status.reporter import StatusReporter
 from p2pdrl.strategies.protocol import RoundReport
 from p2pdrl.telemetry.metrics import Registry
-from p2pdrl.telemetry.tensorboard import TensorBoardWriter
 
 __all__ = ["NAME", "Meters", "summary", "write_summary"]
 
@@ -62,11 +62,9 @@ async def write_summary(context: NodeContext, reporter: StatusReporter, reason: 
 
 
 class Meters:
-    """Prometheus metrics of this node, filled whenever somebody reads them; and TensorBoard scalars."""
+    """Prometheus metrics of this node, filled whenever somebody reads them; and points for writers."""
 
-    def __init__(
-        self, context: NodeContext, reporter: StatusReporter, writer: TensorBoardWriter | None
-    ) -> None:
+    def __init__(self, context: NodeContext, reporter: StatusReporter, writer: RunWriters | None) -> None:
         self._context = context
         self._reporter = reporter
         self._writer = writer

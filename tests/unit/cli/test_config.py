@@ -87,7 +87,7 @@ def daemon(monkeypatch):
 def test_flags_of_node_reach_the_daemon(p2pdrl, daemon, tmp_path):
     result = p2pdrl(
         "node", "--peers", "a:1,b:2", "--peers", "c:3", "--name", "x", "--listen", "127.0.0.1:0",
-        "--device", "cpu",
+        "--device", "cpu", "--from", "old.safetensors",
         "--data-dir", str(tmp_path), "--log-level", "debug", "--keep-running", "--set", "task.env.num_envs=2",
         "--config", "cartpole",
     )  # fmt: skip
@@ -95,6 +95,7 @@ def test_flags_of_node_reach_the_daemon(p2pdrl, daemon, tmp_path):
     node = daemon[0].config.node
     assert node.peers == ("a:1", "b:2", "c:3")
     assert (node.name, node.listen, node.learner.device) == ("x", "127.0.0.1:0", "cpu")
+    assert node.start_from == "old.safetensors"
     assert (node.log.level, node.keep_running, node.insecure) == ("debug", True, False)
     assert daemon[0].config.task.env.num_envs == 2
     assert daemon[0].origins["node.name"].kind == "flag"

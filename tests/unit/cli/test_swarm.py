@@ -10,10 +10,12 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from p2pdrl.errors import UsageError
 from p2pdrl.library.node_process import reserved_ports
+from p2pdrl.tensors.checkpoint import Checkpoint, to_bytes
 
 FAKE_NODE = """
 import argparse, json, os, pathlib, signal, sys, threading
@@ -23,6 +25,7 @@ parser.add_argument("command")
 for name in ["name", "listen", "data-dir", "parent-pid", "swarm", "peers", "swarm-key-file", "log-level"]:
     parser.add_argument("--" + name)
 parser.add_argument("--roles")
+parser.add_argument("--from")
 parser.add_argument("--keep-running", action="store_true")
 parser.add_argument("--set", action="append", default=[])
 parser.add_argument("--config", action="append", default=[])
@@ -98,9 +101,11 @@ def test_a_run_ends_when_its_nodes_do_and_leaves_nothing(p2pdrl, fake_nodes, tmp
 
 def test_what_the_nodes_are_told(p2pdrl, fake_nodes, tmp_path):
     fake_nodes()
+    old = tmp_path / "old.safetensors"
+    old.write_bytes(to_bytes(Checkpoint(np.zeros(5, np.float32), {}, {"layout": [["w", [5], "float32"]]})))
     result = p2pdrl(
         "swarm", "up", "2", "--json", "--keep", "--base-port", "21710", "--data-root", str(tmp_path / "data"),
-        "--config", "cartpole", "--log-level", "debug",
+        "--config", "cartpole", "--log-level", "debug", "--from", str(old),
     )  # fmt: skip
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
@@ -109,10 +114,19 @@ def test_what_the_nodes_are_told(p2pdrl, fake_nodes, tmp_path):
     assert second[second.index("--peers") + 1] == first[first.index("--listen") + 1]
     for argv in (first, second):
         assert "--keep-running" in argv
+        assert argv[argv.index("--from") + 1] == str(old)
         assert argv[argv.index("--config") + 1] == "cartpole"
         assert argv[argv.index("--swarm") + 1].startswith("up-")
     assert [node["exit_code"] for node in document["nodes"]] == [0, 0]
     assert (tmp_path / "data" / "node-1.log").exists()
+
+
+def test_a_checkpoint_that_isn_t_there_is_told_before_anything_starts(p2pdrl, fake_nodes):
+    up = fake_nodes()
+    result = p2pdrl("swarm", "up", "2", "--base-port", "21715", "--from", "nothing.safetensors")
+    assert result.exit_code == 2
+    assert "--from nothing.safetensors: there is no checkpoint" in result.stderr
+    assert not list(up.iterdir())
 
 
 def test_the_first_nodes_learn_and_the_others_act_for_them(p2pdrl, fake_nodes):

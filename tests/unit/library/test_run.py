@@ -19,6 +19,7 @@ import pytest
 import p2pdrl
 from p2pdrl.errors import ConfigError, UnhealthyError, UsageError, WorkerError
 from p2pdrl.library import names
+from p2pdrl.tensors.checkpoint import Checkpoint, to_bytes
 
 FAKE = """
 import json, os, pathlib, signal, sys, threading
@@ -133,7 +134,9 @@ def test_what_is_given_reaches_the_node(plan, tmp_path, monkeypatch):
     p2pdrl.register_network("net", "own_pole:Net")
     config = {"task": {"env": {"id": "Pole-v0", "kwargs": {"gravity": 0.5}}, "stop": {"env_steps": 5}}}
     more = {"task__env__num_envs": np.int64(3), "task__network__own": "net", "node__actors__count": 1}
-    with p2pdrl.train(["ppo", config], peers="127.0.0.1:1", name="own", **more) as run:
+    old = tmp_path / "last.safetensors"
+    old.write_bytes(to_bytes(Checkpoint(np.zeros(5, np.float32), {}, {"layout": [["w", [5], "float32"]]})))
+    with p2pdrl.train(["ppo", config], peers="127.0.0.1:1", name="own", start_from=tmp_path, **more) as run:
         argv = given(run)["argv"]
         sets = [after for word, after in itertools.pairwise(argv) if word == "--set"]
         path = given(run)["path"]
@@ -151,6 +154,7 @@ def test_what_is_given_reaches_the_node(plan, tmp_path, monkeypatch):
     assert argv[argv.index("--config") + 1] == "ppo"
     assert argv[argv.index("--peers") + 1] == "127.0.0.1:1"
     assert argv[argv.index("--name") + 1] == "own"
+    assert argv[argv.index("--from") + 1] == str(tmp_path)
 
 
 def test_a_name_in_a_file_stands_for_what_is_registered(plan, tmp_path, monkeypatch):
@@ -174,6 +178,8 @@ def test_a_name_in_a_file_stands_for_what_is_registered(plan, tmp_path, monkeypa
         ({"task__env__id": "CartPole-v7"}, "CartPole-v1"),
         ({"task__env__id": "own_pole:Pole"}, "imports a Python module"),
         ({"node__name": "x"}, "name="),
+        ({"start_from": "nothing.safetensors"}, "--from nothing.safetensors: there is no checkpoint"),
+        ({"node__start_from": "x"}, "start_from="),
         ({"task__env__max_episode_steps": None}, "leave it out"),
     ],
 )

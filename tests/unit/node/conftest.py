@@ -165,6 +165,7 @@ class FakeTraining:
             stopped_s=0.0,
             reported_s=None,
             device="cpu",
+            spaces={"observation": "4 of float32", "action": "one of 2"},
             speed=RateMeter(10.0),
             restarts=0,
             busy_steps_per_s=0.0,

@@ -38,6 +38,7 @@ class Trainer:
     sidecar_layout = SidecarLayout((SidecarItem("step", (), "int64"),))
     source = None
     replay_nbytes = 0
+    spaces: dict[str, str] = {}  # noqa: RUF012
     ready = True
     policy_version = 0
 

@@ -38,6 +38,11 @@ def test_a_step_moves_the_parameters_and_counts(algorithm, env):
     assert all(np.isfinite(value) for s in stats for value in s.metrics.values())
 
 
+def test_it_tells_what_observations_and_actions_are():
+    assert make().spaces == {"observation": "4 of float32", "action": "one of 2"}
+    assert make(env=NORMALIZED).spaces == {"observation": "3 of float32", "action": "1 numbers"}
+
+
 def test_nodes_begin_alike_and_then_differ():
     one, two, other_task = make(1), make(2), make(1, task_seed=5)
     np.testing.assert_array_equal(one.flat, two.flat)

@@ -71,6 +71,9 @@ class FakeTrainer:
             self.steps = int(sidecar["step"])
         self.calls.append(("set", own))
 
+    def reset_targets(self) -> None:
+        self.calls.append(("targets", self.flat.copy()))
+
     def sidecar(self):
         return {"step": np.array(self.steps, np.int64)}
 
@@ -298,6 +301,14 @@ def test_a_seeded_board_is_taken_up(world):
     world.events[5] = Stop()
     world.live(restore=True)
     assert world.now() == ([7.0] * 3, 31)
+
+
+def test_on_parameters_alone_targets_are_copies_of_them(world):
+    world.board.seed(np.full(3, 6.0, np.float32), None, 0)
+    world.events[1] = Stop()
+    world.live(restore=True)
+    (_, seen) = next(call for call in world.trainer.calls if call[0] == "targets")
+    assert seen.tolist() == [6.0] * 3
 
 
 def test_an_empty_board_cant_be_restored(world):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from importlib.util import find_spec
 
 import msgspec
 import numpy as np
@@ -73,3 +74,19 @@ async def test_one_that_takes_too_long_is_ended():
     assert process.pid is None
     await process.stop()
     await asyncio.sleep(0)
+
+
+@pytest.mark.skipif(find_spec("moviepy") is None or find_spec("pygame") is None, reason="wants p2pdrl[video]")
+async def test_it_films_an_episode_at_the_lowest_priority(process, tmp_path, monkeypatch):
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    film = tmp_path / "new" / "film.mp4"
+    filmed = await process.film(chunks(checkpoint_of(TASK)), film, seed=1)
+    assert 1 <= filmed.episode_return <= 40
+    assert b"ftyp" in film.read_bytes()[:16]
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
+
+
+@pytest.mark.skipif(find_spec("moviepy") is not None, reason="moviepy is installed here")
+async def test_without_the_packages_the_one_to_install_is_named(process, tmp_path):
+    with pytest.raises(ConfigError, match=r"pip install 'p2pdrl\[video\]'"):
+        await process.film(chunks(checkpoint_of(TASK)), tmp_path / "film.mp4", seed=1)

@@ -6,10 +6,10 @@ import io
 from pathlib import Path
 
 from p2pdrl.api.client import NodeClient
-from p2pdrl.errors import CheckpointError
+from p2pdrl.errors import CheckpointError, UsageError
 from p2pdrl.tensors.checkpoint import Checkpoint, from_bytes, read_file
 
-__all__ = ["read_checkpoint"]
+__all__ = ["checkpoint_to_start_from", "read_checkpoint"]
 
 LAST, BEST = "last.safetensors", "best.safetensors"
 DOWNLOAD_S = 60.0
@@ -22,7 +22,7 @@ def read_checkpoint(
     swarm_key_file: str | Path | None = None,
     data_dir: str | Path | None = None,
 ) -> Checkpoint:
-    """Read the checkpoint that `library.policy.load` loads, with its arguments.
+    """Read the checkpoint that ``p2pdrl.load`` loads, with its arguments.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -40,6 +40,19 @@ def read_checkpoint(
     data = io.BytesIO()
     client.download("/v1/checkpoint", data)
     return from_bytes(data.getvalue())
+
+
+def checkpoint_to_start_from(source: str, swarm_key_file: str | Path | None = None) -> Checkpoint:
+    """Read what ``--from`` (``node.start_from``) names.
+
+    Raises:
+        UsageError: there is no checkpoint there, or it is damaged.
+        DaemonUnreachableError: no node answers there.
+    """
+    try:
+        return read_checkpoint(source, swarm_key_file=swarm_key_file)
+    except CheckpointError as error:
+        raise UsageError(f"--from {source}: {error}") from error
 
 
 def _in_folder(folder: Path, *, best: bool = False) -> Path:
