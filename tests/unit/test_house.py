@@ -19,8 +19,6 @@ import pytest
 import p2pdrl
 from p2pdrl.config import describe
 
-pytestmark = pytest.mark.xdist_group("house")  # so that one worker alone reads the package
-
 ROOT = Path(p2pdrl.__file__).parent
 
 DEAD_WORDS = frozenset(
