@@ -29,8 +29,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-_TESTS = Path(__file__).parent
-_REAL = f"{_TESTS / 'integration'}{os.sep}"
+_INTEGRATION = Path(__file__).parent / "integration"
+_REAL_NODES = "real processes"
+_BEGUN = pytest.StashKey[bool]()
+NICE = 10
 BUSY_S = 5.0
 AT_ONCE = 100_000
 
@@ -54,6 +56,20 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let a worker that doesn't begin with real nodes, which have deadlines, yield to the one that does."""
+    if "PYTEST_XDIST_WORKER" in os.environ and not item.config.stash.get(_BEGUN, False):
+        item.config.stash[_BEGUN] = True
+        if not _with_real_nodes(item):
+            os.nice(NICE)
+
+
+def _with_real_nodes(item: pytest.Item) -> bool:
+    mark = item.get_closest_marker("xdist_group")
+    return mark is not None and mark.args == (_REAL_NODES,)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Let one worker run all tests with real nodes, which on two cores don't bear each other's company.
@@ -61,11 +77,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     It has them first. Of the others, each file is handed out as a whole: for each test that it hands out by
     itself, xdist looks through all that it ever handed out.
     """
-    items.sort(key=lambda item: not str(item.path).startswith(_REAL))
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
-            real = str(item.path).startswith(_REAL)
-            item.add_marker(pytest.mark.xdist_group("real processes" if real else str(item.path)))
+            real = item.path.is_relative_to(_INTEGRATION)
+            item.add_marker(pytest.mark.xdist_group(_REAL_NODES if real else item.path.stem))
+    items.sort(key=lambda item: not _with_real_nodes(item))
     yield
     if getattr(config.option, "loadgroup", False) and not all("@" in item.nodeid for item in items):
         raise pytest.UsageError("pytest-xdist doesn't group this pytest's tests: see constraints.txt")
