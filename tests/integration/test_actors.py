@@ -46,7 +46,7 @@ def shared_memory(pid):
         return {name for line in maps for name in ("memfd:unrolls", "memfd:policy") if name in line}
 
 
-def test_an_actor_that_is_killed_is_replaced_while_training_goes_on_and_none_outlives_the_daemon(swarm, wait_until):
+def test_an_actor_that_is_killed_is_replaced_and_none_outlives_the_daemon(swarm, wait_until):
     node, rows = start(swarm, wait_until)
     victim = rows[0]
     updates = node.status()["updates"]
