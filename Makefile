@@ -31,9 +31,9 @@ demo: $(STAMP)
 	@$(BIN)/p2pdrl swarm up 3 --config cartpole
 	@$(BIN)/python scripts/time_to_solve.py cartpole --goal 475 --tell 3 --out docs/results/scaling
 
-# One worker runs the tests with real processes, which mostly wait, the other all the rest.
+# One worker runs the tests with real processes, which mostly wait; the two others, which yield to it, all the rest.
 test: $(STAMP)
-	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+	@$(BIN)/python -m pytest -q -n 3 --dist loadgroup
 
 test-slow: $(STAMP)
 	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "slow or not slow" --timeout 1800

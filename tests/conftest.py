@@ -29,16 +29,62 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+_INTEGRATION = Path(__file__).parent / "integration"
+_REAL_NODES = "real processes"
+_BEGUN = pytest.StashKey[bool]()
+NICE = 10
 BUSY_S = 5.0
 AT_ONCE = 100_000
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Let no implicit event loop be made on Python 3.11, which nobody would close, and time no examples."""
     asyncio.set_event_loop(None)
+    config.option.loadscopereorder = False  # by how many tests a file has, whatever they take
     # How long an example takes says how busy the machine is, and nothing about what is tested.
     settings.register_profile("p2pdrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("p2pdrl")
+
+
+# To look for cycles in what pytest makes of 10,000 tests takes half as long as to make it.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Look for cycles again, among what tests make."""
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let a worker that doesn't begin with real nodes, which have deadlines, yield to the one that does."""
+    if "PYTEST_XDIST_WORKER" in os.environ and not item.config.stash.get(_BEGUN, False):
+        item.config.stash[_BEGUN] = True
+        if not _with_real_nodes(item):
+            os.nice(NICE)
+
+
+def _with_real_nodes(item: pytest.Item) -> bool:
+    mark = item.get_closest_marker("xdist_group")
+    return mark is not None and mark.args == (_REAL_NODES,)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before xdist reads the marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Let one worker run all tests with real nodes, which on two cores don't bear each other's company.
+
+    It has them first. Of the others, each file is handed out as a whole: for each test that it hands out by
+    itself, xdist looks through all that it ever handed out.
+    """
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            real = item.path.is_relative_to(_INTEGRATION)
+            item.add_marker(pytest.mark.xdist_group(_REAL_NODES if real else item.path.stem))
+    items.sort(key=lambda item: not _with_real_nodes(item))
+    yield
+    if getattr(config.option, "loadgroup", False) and not all("@" in item.nodeid for item in items):
+        raise pytest.UsageError("pytest-xdist doesn't group this pytest's tests: see constraints.txt")
 
 
 def is_virtual(item: pytest.Item) -> bool:

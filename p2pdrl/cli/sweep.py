@@ -20,8 +20,7 @@ from p2pdrl.cli.options import json_option
 from p2pdrl.errors import WorkerError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from p2pdrl.cli.tables import Listing
     from p2pdrl.library.sweep import Objective, Sweep, TrialRow
 
 __all__ = ["sweep"]
@@ -174,35 +173,32 @@ def _value(text: str) -> str:
         return clean(text, 24)
 
 
-def _table(made: Sweep, most: int | None = None) -> Table:
+def _table(made: Sweep, most: int | None = None) -> Listing:
     """Running trials first, then by value."""
     from rich.text import Text
 
-    from p2pdrl.cli.tables import plain_table
+    from p2pdrl.cli.tables import Column, Listing
 
-    table = plain_table()
     keys = list(made.plan.ranges)
-    for name in ("trial", "state", made.plan.objective, "done", "time", *map(_short, keys)):
-        table.add_column(
-            name, justify="left" if name == "state" else "right", no_wrap=True, overflow="ellipsis"
-        )
+    columns = [Column("trial", left=False), Column("state"), Column(made.plan.objective, left=False)]
+    columns += [Column("done", left=False, rank=2), Column("time", left=False, rank=3)]
+    columns += [Column(_short(key), left=False, rank=1) for key in keys]
 
     def order(row: TrialRow) -> tuple[bool, bool, float]:
         return row.state != "running", row.value is None, -(row.value or 0.0)
 
-    rows = sorted([*made.rows.values()], key=order)
-    for row in rows[:most]:
+    rows = []
+    for row in sorted(made.rows.values(), key=order)[:most]:
         cells: list[Any] = [str(row.number), Text(row.state, style=_STYLES[row.state]), scientific(row.value)]
         cells += [percent(row.part), duration(row.seconds) if row.seconds else NONE]
-        table.add_row(*cells, *(_value(row.params.get(key, NONE)) for key in keys))
-    return table
+        rows.append([*cells, *(_value(row.params.get(key, NONE)) for key in keys)])
+    return Listing(columns, rows)
 
 
 def _print(made: Sweep) -> None:
-    from p2pdrl.cli.tables import console
+    from p2pdrl.cli.tables import show
 
-    out = console()
-    out.print(_table(made))
+    show(_table(made))
     best = made.best
     if best is not None:
         click.echo(f"\nbest: trial {best.number}, {made.plan.objective} {scientific(best.value)}")

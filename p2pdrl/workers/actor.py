@@ -25,7 +25,7 @@ from p2pdrl.tensors.inference_slots import StepLane, StepLanes
 from p2pdrl.tensors.shared_memory import Doorbell, SharedRegion
 from p2pdrl.tensors.shared_policy import SharedPolicy
 from p2pdrl.tensors.unroll_ring import Assignment, UnrollLane, UnrollRing, UnrollSpec
-from p2pdrl.workers.child import PollPause, child_main
+from p2pdrl.workers.child import PollPause, child_main, made_for_good
 from p2pdrl.workers.protocol import (
     ActorReady,
     FrameBuffer,
@@ -188,10 +188,11 @@ class AssignedWorker:
 
 def _live(sock: socket.socket, options: argparse.Namespace) -> None:
     start = _receive_start(sock)
-    import torch
+    with made_for_good():
+        import torch
 
-    torch.set_num_threads(start.threads)
-    from p2pdrl.rl.rollout_worker import RolloutWorker
+        torch.set_num_threads(start.threads)
+        from p2pdrl.rl.rollout_worker import RolloutWorker
 
     spec = UnrollSpec.from_wire(msgspec.msgpack.decode(start.spec))
     asker: StepAsker | None = None

@@ -29,7 +29,7 @@ from p2pdrl.errors import ConfigError, LayoutMismatchError, WorkerError
 from p2pdrl.tensors.inference_slots import InferenceSlots, StepLanes, StepSpec
 from p2pdrl.tensors.shared_memory import Doorbell, SharedRegion
 from p2pdrl.tensors.shared_policy import SharedPolicy
-from p2pdrl.workers.child import child_main
+from p2pdrl.workers.child import child_main, made_for_good
 from p2pdrl.workers.protocol import (
     ActedForActors,
     FrameBuffer,
@@ -295,7 +295,8 @@ def _live(sock: socket.socket, options: argparse.Namespace) -> None:
         if message is None:
             _turn(sock, batches)
         elif isinstance(message, StartInference):
-            start, worker = message, _start(sock, message, options.policy)
+            with made_for_good():
+                start, worker = message, _start(sock, message, options.policy)
         elif worker is None or start is None:
             raise WorkerError("the daemon didn't say first what to act with")
         elif isinstance(message, UseSlots):

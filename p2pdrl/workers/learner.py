@@ -37,7 +37,13 @@ from p2pdrl.tensors.board import BoardSpec, LearnerBoard
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.transport.codec import decode
-from p2pdrl.workers.child import PollPause, die_with_parent, print_without_blocking, report_of
+from p2pdrl.workers.child import (
+    PollPause,
+    die_with_parent,
+    made_for_good,
+    print_without_blocking,
+    report_of,
+)
 from p2pdrl.workers.learner_modes import ModeSwitcher
 from p2pdrl.workers.mailbox import Mailbox
 from p2pdrl.workers.pipeline.protocol import Finish, Measure, StartStage, Trace
@@ -436,7 +442,8 @@ def _live(mailbox: Mailbox) -> None:
     start = messages[0] if messages else None
     if not isinstance(start, Start):
         raise WorkerError("the daemon didn't say what to train")
-    trainer, device = _build(start)
+    with made_for_good():
+        trainer, device = _build(start)
     spec = BoardSpec(trainer.layout, trainer.sidecar_layout)
     packed = msgspec.msgpack.encode(spec.to_wire())
     unrolls, samples = _experience(trainer, start)

@@ -29,18 +29,6 @@ from p2pdrl.transport.protocol import Address
 Json = Any
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Let one worker run all of these: real nodes on two cores don't bear each other's company."""
-    here = f"{Path(__file__).parent}{os.sep}"
-    ours = [item for item in items if str(item.path).startswith(here)]
-    for item in ours:
-        item.add_marker(pytest.mark.xdist_group("real processes"))
-    yield
-    if getattr(config.option, "loadgroup", False) and not all("@" in item.nodeid for item in ours):
-        raise pytest.UsageError("pytest-xdist doesn't group this pytest's tests: see constraints.txt")
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -75,7 +75,7 @@ def test_a_node_acts_and_acts_again_after_kill_9(swarm, wait_until, small_update
 
 
 def test_a_regression_has_nothing_to_ask(swarm):
-    node = swarm.found("n0", "--set=task.algorithm.name=regression")
+    node = swarm.found("n0", "--set=task.algorithm.name=regression", "--set=node.learner.max_updates_per_s=5")
     swarm.training(node)
     status, _, body = ask(node, json.dumps({"observations": [0] * 4}))
     assert (status, b"regression" in body) == (409, True)

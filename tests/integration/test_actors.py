@@ -46,7 +46,7 @@ def shared_memory(pid):
         return {name for line in maps for name in ("memfd:unrolls", "memfd:policy") if name in line}
 
 
-def test_an_actor_that_is_killed_is_replaced_while_training_goes_on(swarm, wait_until):
+def test_an_actor_that_is_killed_is_replaced_and_none_outlives_the_daemon(swarm, wait_until):
     node, rows = start(swarm, wait_until)
     victim = rows[0]
     updates = node.status()["updates"]
@@ -69,6 +69,12 @@ def test_an_actor_that_is_killed_is_replaced_while_training_goes_on(swarm, wait_
     assert len([child for child in node.children() if "workers.actor" in " ".join(child.cmdline())]) == 2
     status = node.status()
     assert status["env_steps"] <= sum(row["env_steps"] for row in status["actors"])  # none counted twice
+
+    children = node.children()
+    assert len(children) >= 3
+    assert shared_memory(found["pid"]) == {"memfd:unrolls", "memfd:policy"}
+    node.kill9()
+    wait_until(lambda: not any(alive(child) for child in children), 10, "all children are gone")
 
 
 BATCHED = ("--set", "node.actors.inference=batched")
@@ -144,15 +150,6 @@ def test_a_learner_that_is_killed_finds_its_actors_again(swarm, wait_until):
     wait_until(lambda: node.status()["updates"] >= updates + 5, 30, "it learns")
     assert [row["pid"] for row in acting(node)] == [row["pid"] for row in rows]
     assert sum(row["restarts"] for row in acting(node)) == 0
-
-
-def test_nothing_is_left_when_the_daemon_is_killed(swarm, wait_until):
-    node, rows = start(swarm, wait_until)
-    children = node.children()
-    assert len(children) >= 3
-    assert shared_memory(rows[0]["pid"]) == {"memfd:unrolls", "memfd:policy"}
-    node.kill9()
-    wait_until(lambda: not any(alive(child) for child in children), 10, "all children are gone")
 
 
 @pytest.mark.slow

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.conftest import RealSwarm, wait_until
+
 OK, FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
 
 
@@ -34,18 +36,26 @@ def last_line(lines):
     return lines[-1]
 
 
-@pytest.fixture
-def keyed(swarm, tmp_path, wait_until):
-    key = tmp_path / "key"
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory):
+    """A node that others meet, and its key."""
+    folder = tmp_path_factory.mktemp("keyed")
+    key = folder / "key"
     assert p2pdrl("keygen", key)[0] == OK
-    node = swarm.start("keyed", "--swarm-key-file", str(key))
-    wait_until(lambda: "trains CartPole-v1" in node.text(), 60, "it trains")
-    return node, key
+    swarm = RealSwarm(folder)
+    swarm.temporary.mkdir()
+    try:
+        node = swarm.start("keyed", "--swarm-key-file", str(key), "--set", "node.learner.max_updates_per_s=2")
+        wait_until(lambda: "trains CartPole-v1" in node.text(), 60, "it trains")
+        yield node, key
+    finally:
+        swarm.close()
 
 
-def test_a_second_node_takes_the_next_port_and_folder(tmp_path, wait_until):
+def test_a_second_node_takes_the_next_port_and_folder(tmp_path):
     env = os.environ | {"P2PDRL_DATA_ROOT": str(tmp_path)}
     line = [sys.executable, "-m", "p2pdrl", "node", "--peers", "127.0.0.1:7700"]
+    line += ["--set", "node.learner.max_updates_per_s=2"]
     nodes, logs = [], [tmp_path / "1.log", tmp_path / "2.log"]
     try:
         for log in logs:
@@ -94,7 +104,7 @@ def test_the_status_of_nobody_says_what_to_start():
 
 
 @pytest.mark.slow
-def test_nobody_listening_is_told_and_tried_for_ever(swarm, wait_until, tmp_path):
+def test_nobody_listening_is_told_and_tried_for_ever(swarm):
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
@@ -125,9 +135,8 @@ def test_bad_input(arguments, words, tmp_path):
     assert not (tmp_path / "data").exists()
 
 
-def test_a_taken_port_and_a_locked_folder(swarm, wait_until, tmp_path):
-    node = swarm.start("first")
-    wait_until(lambda: "listens on" in node.text(), 30, "it listens")
+def test_a_taken_port_and_a_locked_folder(keyed, tmp_path):
+    node, _ = keyed
     code, lines = p2pdrl("node", "--listen", node.api, "--data-dir", tmp_path / "other")
     assert code == USAGE
     assert "is taken" in last_line(lines)
@@ -160,7 +169,7 @@ def fill(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_a_warning_and_training_goes_on(small_disk, swarm, wait_until):
+def test_a_full_disk_is_a_warning_and_training_goes_on(small_disk, swarm):
     node = swarm.start("small", "--set", "node.checkpoint.every_s=1", data=small_disk / "data")
     swarm.training(node)
     filler = fill(small_disk)

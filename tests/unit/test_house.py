@@ -14,12 +14,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 import p2pdrl
 from p2pdrl.config import describe
-
-pytestmark = pytest.mark.xdist_group("house")  # so that one worker alone reads the package
 
 ROOT = Path(p2pdrl.__file__).parent
 
@@ -59,11 +55,12 @@ DEAD_WORDS = frozenset(
 
 
 class Source(NamedTuple):
-    """One module: its dotted name, file and syntax tree."""
+    """One module: its dotted name, file, syntax tree, and every node of that."""
 
     name: str
     path: Path
     tree: ast.Module
+    nodes: tuple[ast.AST, ...]
 
     @property
     def is_package(self) -> bool:
@@ -83,7 +80,8 @@ def sources() -> dict[str, Source]:
         if parts[-1] == "__init__":
             parts.pop()
         name = ".".join(parts)
-        found[name] = Source(name, path, ast.parse(path.read_text(encoding="utf-8")))
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found[name] = Source(name, path, tree, tuple(ast.walk(tree)))
     return found
 
 
@@ -122,7 +120,7 @@ def imported(statements: Iterator[ast.stmt] | Iterator[ast.AST]) -> Iterator[str
 def test_no_class_name_stands_for_two_things() -> None:
     places = defaultdict(list)
     for source in sources().values():
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(f"{source.name}:{node.lineno}")
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
@@ -145,7 +143,7 @@ def test_modules_import_each_other_in_no_circle() -> None:
 def test_packages_themselves_import_nothing() -> None:
     """So that importing one module doesn't load its neighbours: the command line must stay quick."""
     packages = [source for source in sources().values() if source.is_package]
-    assert {p.name: found for p in packages if (found := sorted(imported(ast.walk(p.tree))))} == {}
+    assert {p.name: found for p in packages if (found := sorted(imported(iter(p.nodes))))} == {}
 
 
 def test_every_module_says_what_it_is() -> None:
@@ -155,16 +153,17 @@ def test_every_module_says_what_it_is() -> None:
 def test_metaphors_that_were_replaced_stay_away() -> None:
     found = defaultdict(set)
     for source in sources().values():
-        for identifier in {source.name.rpartition(".")[2], *identifiers(source.tree)}:
+        for identifier in {source.name.rpartition(".")[2], *identifiers(source.name)}:
             for word in words_of(identifier) & DEAD_WORDS:
                 found[word].add(f"{source.name}: {identifier}")
     assert not found, listed(f"{word}: {places}" for word, names in found.items() for places in sorted(names))
 
 
-def identifiers(tree: ast.Module) -> set[str]:
+@functools.cache
+def identifiers(module: str) -> frozenset[str]:
     """Every name that the module gives to something or uses."""
     names = set()
-    for node in ast.walk(tree):
+    for node in sources()[module].nodes:
         match node:
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
                 names.add(name)
@@ -174,7 +173,7 @@ def identifiers(tree: ast.Module) -> set[str]:
                 names |= {*name.split("."), asname or ""}
             case ast.keyword(arg=str(name)):
                 names.add(name)
-    return names
+    return frozenset(names)
 
 
 @functools.cache
@@ -190,7 +189,7 @@ FILES = (".csv", ".db", ".json", ".key", ".safetensors", ".toml")
 
 def docstrings(source: Source) -> Iterator[tuple[str, str]]:
     """Where each docstring of a module stands, and its text; those below fields and constants too."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         match node:
             case ast.Expr(value=ast.Constant(value=str(text)), lineno=line):
                 yield f"{source.name}:{line}", text
@@ -199,12 +198,12 @@ def docstrings(source: Source) -> Iterator[tuple[str, str]]:
 @functools.cache
 def names_in(module: str) -> frozenset[str]:
     named = p2pdrl.__all__ if module == "p2pdrl" else ()  # imported when they are first used
-    return frozenset({*identifiers(sources()[module].tree), *named})
+    return frozenset({*identifiers(module), *named})
 
 
 @functools.cache
 def arguments_in(module: str) -> frozenset[str]:
-    return frozenset(node.arg for node in ast.walk(sources()[module].tree) if isinstance(node, ast.arg))
+    return frozenset(node.arg for node in sources()[module].nodes if isinstance(node, ast.arg))
 
 
 @functools.cache
@@ -213,7 +212,7 @@ def classes() -> dict[str, tuple[str, ast.ClassDef]]:
     return {
         node.name: (source.name, node)
         for source in sources().values()
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.ClassDef)
     }
 

@@ -21,7 +21,7 @@ from p2pdrl.config.task import RegressionConfig
 from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import GradientEngine, Minibatch, Objective, Summed
-from p2pdrl.rl.networks.layers import Dense, in_pairs, initialise, mlp
+from p2pdrl.rl.networks.layers import Dense, give_memory, in_pairs, initialise, mlp
 from p2pdrl.rl.sources.rows import DataRows, RowBatch
 from p2pdrl.tensors.optimizers import SGD, Adagrad, Adam, Momentum, RMSProp, UpdateRule
 
@@ -159,7 +159,8 @@ def regression_model(config: RegressionConfig, seed: int) -> nn.Module:
         classifier = nn.Sequential(mlp(widths, "tanh"), Dense(widths[-1], config.classes, 0.01))
         initialise(classifier, torch.Generator().manual_seed(seed))
         return classifier
-    model = nn.Linear(config.features, 1, bias=False, device="meta").to_empty(device="cpu")
+    model = nn.Linear(config.features, 1, bias=False, device="meta")
+    give_memory(model)
     nn.init.zeros_(model.weight)
     return model
 

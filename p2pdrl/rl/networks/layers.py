@@ -27,6 +27,7 @@ __all__ = [
     "Norm",
     "Pixels",
     "Trunk",
+    "give_memory",
     "in_pairs",
     "initialise",
     "mlp",
@@ -140,8 +141,17 @@ def initialise(module: nn.Module, generator: torch.Generator) -> None:
     for layer in module.modules():
         if next(layer.parameters(recurse=False), None) is None:
             continue
-        layer.to_empty(device="cpu", recurse=False)
+        give_memory(layer)
         cast("Drawn", layer).draw(generator)
+
+
+def give_memory(layer: nn.Module) -> None:
+    """Do what ``layer.to_empty`` does to one on the meta device; torch imports all of sympy for that."""
+    for name, parameter in list(layer.named_parameters(recurse=False)):
+        memory = torch.empty(parameter.shape, dtype=parameter.dtype)
+        setattr(layer, name, nn.Parameter(memory, parameter.requires_grad))
+    for name, buffer in list(layer.named_buffers(recurse=False)):
+        setattr(layer, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
 def _orthogonal(layer: nn.Linear | nn.Conv2d, gain: float, generator: torch.Generator) -> None:

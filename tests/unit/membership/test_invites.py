@@ -267,7 +267,7 @@ def test_a_key_that_isnt_ones_own_is_refused(rig: Rig) -> None:
     good = ALICE.sign(redeem_proof(OWNER.node_id, invite.secret))
     for key, proof in (
         (BOB.public_key, good),
-        (ALICE.public_key, good[:-1] + b"\0"),
+        (ALICE.public_key, bytes([good[0] ^ 1]) + good[1:]),
         (ALICE.public_key, ALICE.sign(redeem_proof(BOB.node_id, invite.secret))),
         (ALICE.public_key, ALICE.sign(renew_proof(OWNER.node_id))),
     ):

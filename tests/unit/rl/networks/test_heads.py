@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -51,6 +53,16 @@ def observe(spec, *leading):
     if spec.obs_dtype == "bool":
         return numbers > 0.5
     return (numbers * spec.obs_most).to(getattr(torch, spec.obs_dtype))
+
+
+@pytest.mark.parametrize("core", ["none", "lstm", "gru"])
+def test_to_draw_weights_torch_needs_nothing_that_is_slow_to_import(monkeypatch, core):
+    """What shapes of symbols take is all of sympy, and for every learner and actor half a second."""
+    monkeypatch.setitem(sys.modules, "torch.fx.experimental.symbolic_shapes", None)
+    for kind, observations in PAIRS:
+        config = NetworkConfig(kind=kind, core=core, **SMALL)
+        policy = ActorCritic(spec_of(observations, ACTIONS["continuous"]), config, seed=0)
+        assert all(parameter.device.type == "cpu" for parameter in policy.parameters())
 
 
 def test_the_pairs_are_all_that_fit():
