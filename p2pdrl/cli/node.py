@@ -109,7 +109,6 @@ def node(
     """
     from p2pdrl.config.environments import require_runnable
     from p2pdrl.config.loader import resolve
-    from p2pdrl.workers.child import made_for_good
 
     if parent_pid is not None:
         end_with_parent(parent_pid)
@@ -124,6 +123,8 @@ def node(
     flags["node.roles"] = None if roles is None else [word.strip() for word in roles.split(",")]
     resolved = resolve(files=files, sets=sets, flags=flags, environ=os.environ)
     require_runnable(resolved.config.task, resolved.config)
+    from p2pdrl.workers.child import made_for_good
+
     with made_for_good():
         from p2pdrl.node.daemon import run
 
