@@ -103,6 +103,49 @@ def use_tensorboard() -> str:
     return f"{points} points of charts in {len(events)} events"
 
 
+def use_wandb() -> str:
+    """Have a node log a run, offline."""
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": "."}
+    train("--set", 'node.log.writers=["wandb"]')
+    files = [file for file in Path().rglob("*.wandb") if file.stat().st_size]
+    if not files:
+        sys.exit("W&B wrote no run")
+    return f"{len(files)} offline runs, {files[0].stat().st_size:,} bytes"
+
+
+def use_mlflow() -> str:
+    """Have a node log a run into a database beside it, and count its figures."""
+    import mlflow
+
+    where = f"sqlite:///{Path('mlflow.db').resolve()}"
+    os.environ["MLFLOW_TRACKING_URI"] = where
+    train("--set", 'node.log.writers=["mlflow"]')
+    mlflow.set_tracking_uri(where)
+    runs = mlflow.search_runs(search_all_experiments=True, output_format="list")
+    if not runs or not runs[0].data.metrics:
+        sys.exit(f"MLflow holds {len(runs)} runs, and no figure")
+    return f"{len(runs[0].data.metrics)} figures of {len(runs)} runs"
+
+
+def use_sweep() -> str:
+    """Search two settings by one short training each."""
+    choice = "task.algorithm.learning_rate=choice(0.001, 0.003)"
+    found = p2pdrl(
+        "sweep",
+        "cartpole",
+        "--set",
+        choice,
+        "--trials",
+        "2",
+        "--steps",
+        "2000",
+        "--folder",
+        "sweep",
+        "--json",
+    )
+    return f"best of 2 trials: {found[:60]}"
+
+
 def use_video() -> str:
     """Film an episode, and decode the film."""
     import imageio.v3 as iio

@@ -28,7 +28,10 @@ __all__ = ["COMMANDS", "LazyGroup", "cli", "main", "run_command"]
 COMMANDS: dict[str, tuple[str, str]] = {
     "node": ("p2pdrl.cli.node:node", "Run a node in the foreground: join the swarm and train."),
     "swarm": ("p2pdrl.cli.swarm:swarm", "Run a whole swarm on this machine."),
-    "sweep": ("p2pdrl.cli.sweep:sweep", "Search settings over many trainings on this machine."),
+    "sweep": (
+        "p2pdrl.cli.sweep:sweep",
+        "Search settings over many trainings on this machine.",
+    ),
     "status": ("p2pdrl.cli.status:status", "Show one node and its view of the swarm."),
     "peers": ("p2pdrl.cli.peers:peers", "List every member that the node knows, or ban one."),
     "top": ("p2pdrl.cli.status:top", "Watch the members live."),

@@ -20,8 +20,10 @@ from p2pdrl.cli.options import json_option
 from p2pdrl.errors import WorkerError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from p2pdrl.cli.tables import Listing
-    from p2pdrl.library.sweep import Objective, Sweep, TrialRow
+    from p2pdrl.library.sweep import Objective, Sweep, SweepPlan, TrialRow
 
 __all__ = ["sweep"]
 
@@ -99,7 +101,7 @@ def sweep(
     allow_import: bool,
     as_json: bool,
 ) -> None:
-    """Search settings: train with one choice after the other, and keep the best.
+    """Search settings over many trainings on this machine.
 
     CONFIG is a preset or a TOML file; of several, later ones count over earlier ones. The best settings are
     written to best.toml in the folder. Ctrl-C ends the sweep; the same command goes on with it.
@@ -142,7 +144,11 @@ def _run(made: Sweep, trials: int, jobs: int) -> None:
         from rich.live import Live
 
         with Live(console=console(), auto_refresh=False, transient=True) as live:
-            made.run(trials, jobs, lambda: live.update(_table(made, _SHOWN), refresh=True))
+            made.run(
+                trials,
+                jobs,
+                lambda: live.update(trials_table(made.plan, made.rows.values(), _SHOWN), refresh=True),
+            )
         return
     told = {number for number, row in made.rows.items() if row.state != "running"}
 
@@ -173,14 +179,14 @@ def _value(text: str) -> str:
         return clean(text, 24)
 
 
-def _table(made: Sweep, most: int | None = None) -> Listing:
+def trials_table(plan: SweepPlan, trials: Iterable[TrialRow], most: int | None = None) -> Listing:
     """Running trials first, then by value."""
     from rich.text import Text
 
     from p2pdrl.cli.tables import Column, Listing
 
-    keys = list(made.plan.ranges)
-    columns = [Column("trial", left=False), Column("state"), Column(made.plan.objective, left=False)]
+    keys = list(plan.ranges)
+    columns = [Column("trial", left=False), Column("state"), Column(plan.objective, left=False)]
     columns += [Column("done", left=False, rank=2), Column("time", left=False, rank=3)]
     columns += [Column(_short(key), left=False, rank=1) for key in keys]
 
@@ -188,7 +194,7 @@ def _table(made: Sweep, most: int | None = None) -> Listing:
         return row.state != "running", row.value is None, -(row.value or 0.0)
 
     rows = []
-    for row in sorted(made.rows.values(), key=order)[:most]:
+    for row in sorted(trials, key=order)[:most]:
         cells: list[Any] = [str(row.number), Text(row.state, style=_STYLES[row.state]), scientific(row.value)]
         cells += [percent(row.part), duration(row.seconds) if row.seconds else NONE]
         rows.append([*cells, *(_value(row.params.get(key, NONE)) for key in keys)])
@@ -198,7 +204,7 @@ def _table(made: Sweep, most: int | None = None) -> Listing:
 def _print(made: Sweep) -> None:
     from p2pdrl.cli.tables import show
 
-    show(_table(made))
+    show(trials_table(made.plan, made.rows.values()))
     best = made.best
     if best is not None:
         click.echo(f"\nbest: trial {best.number}, {made.plan.objective} {scientific(best.value)}")

@@ -10,8 +10,9 @@ import pytest
 from rich.cells import cell_len
 
 from p2pdrl.api.client import NodeClient
-from p2pdrl.cli import doctor, evaluate, tables
+from p2pdrl.cli import doctor, evaluate, sweep, tables
 from p2pdrl.cli.main import COMMANDS, LazyGroup, cli
+from p2pdrl.library.sweep import SweepPlan, TrialRow
 from p2pdrl.testing.fake_node import FakeNode
 
 WIDTHS = (80, 120, 200)
@@ -150,12 +151,27 @@ def of_plan(width, run):
     return run(width, "pipeline", "plan", "--stages", "8", "--microbatches", "64")
 
 
+SWEPT = ("learning_rate", "entropy_coefficient", "gae_lambda", "discount", "clip_ratio", "epochs")
 RESULT = dict.fromkeys(("mean", "std", "median", "min", "max", "mean_length"), -1_234_567.25)
 REPORT = {
     "env": "MiniGrid-DoorKey-16x16-v0", "policy_version": STEPS, "env_steps": STEPS, "sampled": RESULT,
     "greedy": RESULT, "video": {"path": "/srv/" + "a-folder/" * 20 + "film.mp4", "return": 1.0},
 }  # fmt: skip
+RANGES = {f"task.algorithm.{key}": "loguniform(1e-5,1e-2)" for key in SWEPT}
+PLAN = SweepPlan(("cartpole",), (), RANGES, {}, STEPS, 3, "evaluation")
+TRIALS = [
+    TrialRow(
+        number,
+        state,
+        dict.fromkeys(PLAN.ranges, "0.000123456789"),
+        value=-1_234_567.25,
+        part=0.5,
+        seconds=1e6,
+    )
+    for number, state in enumerate(("running", "done", "pruned", "failed") * 25)
+]
 TABLES = {
+    "sweep": lambda width, _run: _console(width, sweep.trials_table(PLAN, TRIALS)),
     "status": command("status"),
     "peers": command("peers"),
     "top": command("top"),
