@@ -16,7 +16,6 @@ import re
 import secrets
 
 __all__ = [
-    "PROTOCOL_VERSION",
     "founded_by",
     "is_node_id",
     "new_exchange_id",
@@ -26,9 +25,6 @@ __all__ = [
     "swarm_id_from_key",
     "swarm_id_from_name",
 ]
-
-PROTOCOL_VERSION = 6
-"""Version of the peer protocol; nodes of different versions don't join each other."""
 
 _NONCE_DIGITS = 8
 _NODE_ID = re.compile(r"[0-9a-f]{32}")

@@ -50,7 +50,6 @@ from p2pdrl.config.strategy import LocalConfig
 from p2pdrl.config.task import StopConfig
 from p2pdrl.errors import P2PDRLError, PeerRefusedError, TransportError
 from p2pdrl.group.compatibility import Summary
-from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.membership.identity import Identity
 from p2pdrl.membership.messages import Ack, GossipMessage, JoinRequest, Ping, encode
 from p2pdrl.membership.operators import Ban, BansSetting, Operator, OperatorsSetting
@@ -83,6 +82,7 @@ from p2pdrl.transport.http.headers import RequestHead
 from p2pdrl.transport.http.listener import Listener
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.protocol import Address, Incoming, Reply
+from p2pdrl.versions import SPOKEN
 from support.local_swarm import LocalSwarm, Node, free_ports
 
 OPTIONS = {
@@ -216,7 +216,7 @@ class Member:
         given = {
             "id": self.id, "public_key": self.identity.public_key, "name": self.name,
             "address": str(self.address), "incarnation": Incarnation(self.boot, 0), "state": "alive",
-            "tags": {}, "protocol": PROTOCOL_VERSION,
+            "tags": {}, "protocol": SPOKEN.oldest,
         }  # fmt: skip
         return sign_member(self.identity, self.siege.swarm_id, MemberRecord(**(given | changes)))
 

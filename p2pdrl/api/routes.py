@@ -47,9 +47,9 @@ from p2pdrl.api.page import load_page
 from p2pdrl.api.protocol import NodeView
 from p2pdrl.api.sse import EventStreams
 from p2pdrl.clock import Clock, SystemClock
-from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.telemetry.metrics import CONTENT_TYPE
 from p2pdrl.transport.auth import is_nonce
+from p2pdrl.versions import SPOKEN
 
 __all__ = ["mount"]
 
@@ -135,7 +135,9 @@ class _Routes:
     async def healthz(self, request: web.Request) -> web.Response:
         ok, reasons = self._node.health()
         more = {"data_dir": self._node.data_dir} if from_this_machine(request) else {}
-        return self._verdict(request, ok, reasons, {"protocol": PROTOCOL_VERSION, **more})
+        return self._verdict(
+            request, ok, reasons, {"protocol": SPOKEN.oldest, "protocols": SPOKEN.wire, **more}
+        )
 
     async def readyz(self, request: web.Request) -> web.Response:
         ok, reasons = self._node.ready()

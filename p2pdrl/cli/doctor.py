@@ -29,9 +29,9 @@ from p2pdrl.cli.formats import byte_size, clean
 from p2pdrl.cli.options import json_option, split_addresses
 from p2pdrl.cli.tables import Column, Listing, show
 from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, UnhealthyError, UsageError
-from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.telemetry.progress import ProgressLine
 from p2pdrl.transport.protocol import Address
+from p2pdrl.versions import SPOKEN, ProtocolRange, refuse_protocol
 
 __all__ = ["Check", "checks_table", "doctor", "machine_checks", "membership_checks", "peer_checks"]
 
@@ -127,11 +127,12 @@ def peer_checks(
                 "start it, mend the address, or open the port in the firewall",
             )
         ]
-    theirs = health.get("protocol")
+    theirs = ProtocolRange.parse(str(health.get("protocols") or health.get("protocol")))
     checks = [Check(name, "ok", "answers")]
-    if theirs != PROTOCOL_VERSION:
-        found = f"protocol {clean(theirs, 20)}, ours is {PROTOCOL_VERSION}"
-        checks.append(Check(f"{name} protocol", "fail", found, "install the same p2pdrl on both machines"))
+    reason = "it tells no protocol" if theirs is None else refuse_protocol(SPOKEN, theirs)
+    if reason is not None:
+        found, _, todo = reason.partition(": ")
+        checks.append(Check(f"{name} protocol", "fail", found, todo or "look what runs there"))
     if swarm_keys is None and member is not None:
         return [*checks, _clock(name, client), _certified(name, where, member, timeout_s)]
     checks += [_clock(name, client), _swarm(name, client, swarm_keys)]

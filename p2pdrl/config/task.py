@@ -18,7 +18,16 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from p2pdrl.config.fields import Count, Fraction, Natural, NonNegative, Positive, Precision, Travelling
+from p2pdrl.config.fields import (
+    Count,
+    Fraction,
+    Natural,
+    NonNegative,
+    Positive,
+    Precision,
+    Travelling,
+    hashed,
+)
 from p2pdrl.config.strategy import AdpsgdConfig, StrategyConfig
 
 __all__ = [
@@ -779,9 +788,10 @@ def task_hash(task: TaskConfig) -> str:
     of gradients, how updates are divided, and the seed of the initial weights, but neither strategy nor stop
     conditions.
 
-    Defaults are written out, so a value given and the same value by default hash alike.
+    Defaults are written out, so a value given and the same value by default hash alike, but for those of
+    options that are marked as later ones.
     """
-    fixed = {name: getattr(task, name) for name in HASHED}
+    fixed = {name: hashed(getattr(task, name)) for name in HASHED}
     canonical = msgspec.json.encode(fixed, order="sorted")
     return hashlib.sha256(b"p2pdrl task\0" + canonical).hexdigest()[:32]
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from p2pdrl.membership.messages import Message, Welcome
 from p2pdrl.membership.records import Incarnation, SwarmRecord
+from p2pdrl.versions import ProtocolRange
 
 __all__ = [
     "NOT_ITSELF",
@@ -49,6 +50,7 @@ class MemberView:
         state_reason: plain words for why it is in that state, with the age of the news.
         rtt_s: smoothed round trip of direct probes; None before the first.
         last_seen_s: seconds since it last spoke to us directly; None if it never did.
+        spoken: the protocols that it speaks.
         suspected_by: ids of its accusers, while suspect.
         is_self: True for this node.
     """
@@ -63,7 +65,7 @@ class MemberView:
     last_seen_s: float | None
     tags: dict[str, str]
     suspected_by: tuple[str, ...]
-    protocol: int
+    spoken: ProtocolRange
     public_key: bytes
     is_self: bool = False
 

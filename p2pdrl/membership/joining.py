@@ -16,13 +16,13 @@ from typing import Literal
 from p2pdrl.clock import Clock
 from p2pdrl.config.node import TRAINS
 from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError, TransportError, UsageError
-from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.membership.events import NOT_ITSELF, Effect, Welcomed
 from p2pdrl.membership.messages import JoinRequest, Starting, Welcome, decode, encode
-from p2pdrl.membership.records import MemberRecord, refuse_address
+from p2pdrl.membership.records import MemberRecord, refuse_address, spoken_in
 from p2pdrl.membership.state import Membership
 from p2pdrl.transport.dial import ip_of, system_resolve
 from p2pdrl.transport.protocol import Address, Refusal, Transport
+from p2pdrl.versions import ProtocolRange, refuse_protocol
 
 __all__ = [
     "JoinHooks",
@@ -255,8 +255,11 @@ def knows_no_address(record: MemberRecord) -> bool:
     return ip is not None and ip.is_unspecified
 
 
-def judge_newcomer(join: JoinRequest, sender: str, hooks: JoinHooks) -> None:
+def judge_newcomer(join: JoinRequest, sender: str, hooks: JoinHooks, spoken: ProtocolRange) -> None:
     """Let a newcomer in, or refuse it in plain words.
+
+    Args:
+        spoken: the protocols that this node speaks.
 
     Raises:
         Refusal: it isn't what it says, speaks another protocol, or the daemon doesn't want it.
@@ -266,9 +269,11 @@ def judge_newcomer(join: JoinRequest, sender: str, hooks: JoinHooks) -> None:
         raise Refusal(403, "a node can only join in its own name")
     if record.state != "alive":
         raise Refusal(400, "a node that left can't join")
+    theirs = spoken_in(record.tags, record.protocol)
+    if (why := refuse_protocol(spoken, theirs)) is not None:
+        hooks.on_refused(record.address, f"we refused it: {why}")
+        raise Refusal(403, refuse_protocol(theirs, spoken) or why)
     reason = hooks.check_join(join.meta)
-    if record.protocol != PROTOCOL_VERSION:
-        reason = f"it speaks protocol {record.protocol}, this swarm speaks {PROTOCOL_VERSION}"
     if reason is not None:
         hooks.on_refused(record.address, f"we refused it: {reason}")
         raise Refusal(403, reason)

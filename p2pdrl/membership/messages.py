@@ -16,11 +16,12 @@ Each request has its own route and its own answers:
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast, get_args
 
 import msgspec
 from msgspec import Meta
 
+from p2pdrl.errors import WireError
 from p2pdrl.membership.records import Incarnation, MemberRecord, NodeId, Record, SwarmRecord, Words
 from p2pdrl.transport import codec
 
@@ -184,6 +185,7 @@ ROUTES: dict[str, type[Message]] = {
 }
 _ROUTE_OF: dict[type[Message], str] = {kind: route for route, kind in ROUTES.items()}
 _ENCODER = msgspec.msgpack.Encoder()
+_RECORD_KINDS = frozenset(kind.__struct_config__.tag for kind in get_args(Record))
 
 
 def without_settings(message: Message) -> Message:
@@ -208,10 +210,40 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Return the message in ``data``.
+    """Return the message in ``data``, without records of kinds that this release doesn't know.
 
     Raises:
         WireError: it isn't one, or breaks a bound.
     """
-    message: Message = codec.decode(data, Message, "membership message")
+    try:
+        message: Message = codec.decode(data, Message, "membership message")
+    except WireError:
+        known = _without_unknown_records(data)
+        if known is None:
+            raise
+        message = codec.decode(known, Message, "membership message")
     return message
+
+
+def _without_unknown_records(data: bytes) -> bytes | None:
+    """The same message without records of unknown kinds; None when there are none in it."""
+    fields: list[msgspec.Raw] = codec.decode(data, list[msgspec.Raw], "membership message")
+    kinds = {cast("str", kind.__struct_config__.tag): kind for kind in get_args(Message)}
+    kind = kinds.get(codec.decode(fields[0], str, "kind of a message")) if fields else None
+    names = () if kind is None else kind.__struct_fields__
+    place = 1 + names.index("records") if "records" in names else len(fields)
+    if place >= len(fields):
+        return None
+    records: list[msgspec.Raw] = codec.decode(fields[place], list[msgspec.Raw], "list of records")
+    known = [record for record in records if _kind_of(record) in _RECORD_KINDS]
+    if len(known) == len(records):
+        return None
+    fields[place] = msgspec.Raw(_ENCODER.encode(known))
+    return _ENCODER.encode(fields)
+
+
+def _kind_of(record: msgspec.Raw) -> str:
+    fields: list[msgspec.Raw] = codec.decode(record, list[msgspec.Raw], "record")
+    if not fields:
+        raise WireError("a record is empty")
+    return codec.decode(fields[0], str, "kind of a record")

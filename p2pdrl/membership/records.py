@@ -23,6 +23,7 @@ from p2pdrl.ids import is_node_id, node_id_from_public_key
 from p2pdrl.membership.identity import Signer, Verify
 from p2pdrl.transport.dial import METADATA_IPS, ip_of, is_loopback
 from p2pdrl.transport.protocol import Address
+from p2pdrl.versions import ProtocolRange
 
 __all__ = [
     "LINEAGE_KEYS",
@@ -41,10 +42,13 @@ __all__ = [
     "approx_bytes",
     "refuse_address",
     "relays_in",
+    "release_in",
     "sign_member",
     "sign_suspicion",
     "sign_swarm_record",
+    "spoken_in",
     "with_relays",
+    "with_release",
 ]
 
 MAX_TAGS = 64
@@ -56,8 +60,8 @@ MAX_FIRST_EPOCH = 2**52
 LINEAGE_KEYS = frozenset({"halt", "mode", "pause", "stop"})
 """The settings of a lineage."""
 RECORD_KEYS = LINEAGE_KEYS | {"bans", "operators"}
-"""The settings that a swarm has; a record under another key is refused, whoever signed it. Those that aren't
-of a lineage hold for all."""
+"""The settings that a swarm has; a record under another key is passed over, whoever signed it: later releases
+may have more. Those that aren't of a lineage hold for all."""
 
 NodeId = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 PublicKey = Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -79,6 +83,7 @@ class MemberRecord(msgspec.Struct, frozen=True, array_like=True, tag="m"):
         address: ``host:port`` at which others reach it.
         state: "alive" or "left"; nobody else can say "left".
         tags: at most 64 short facts (role, device ...), each pair at most 128 bytes.
+        protocol: the oldest that the node speaks; a tag has all (`spoken_in`).
     """
 
     id: NodeId
@@ -225,13 +230,11 @@ class Verifier:
         )
 
     def check_swarm_record(self, record: SwarmRecord) -> None:
-        """Accept ``record`` when its proposer signed it and a swarm has such a setting.
+        """Accept ``record`` when its proposer signed it.
 
         Raises:
-            BadRecordError: forged, or under an unknown key.
+            BadRecordError: forged.
         """
-        if record.key not in RECORD_KEYS:
-            raise BadRecordError(400, f"no swarm has a setting {record.key!r}")
         self._check_owner(record.proposer, record.public_key, record.signature, record.payload(self.swarm_id))
 
     def _check_owner(self, node_id: str, public_key: bytes, signature: bytes, payload: bytes) -> None:
@@ -292,6 +295,24 @@ def relays_in(tags: Mapping[str, str]) -> tuple[str, ...] | None:
         return None
     told = tags.get(_RELAYS_TAG, "").split(",", _MAX_RELAYS)[:_MAX_RELAYS]
     return tuple(dict.fromkeys(filter(is_node_id, told)))
+
+
+_RELEASE_TAG, _SPOKEN_TAG = "release", "protocols"
+
+
+def with_release(tags: Mapping[str, str], release: str, spoken: ProtocolRange) -> dict[str, str]:
+    """Return a member's tags with those that tell what it runs."""
+    return dict(tags) | {_SPOKEN_TAG: spoken.wire} | ({_RELEASE_TAG: release[:64]} if release else {})
+
+
+def release_in(tags: Mapping[str, str]) -> str:
+    """The release of p2pdrl that a member says it runs; empty where it says nothing."""
+    return tags.get(_RELEASE_TAG, "")
+
+
+def spoken_in(tags: Mapping[str, str], protocol: int) -> ProtocolRange:
+    """The protocols that a member with these tags speaks, whose record has ``protocol``."""
+    return ProtocolRange.parse(tags.get(_SPOKEN_TAG, "")) or ProtocolRange(protocol, protocol)
 
 
 _METADATA_NAMES = frozenset({"metadata", "metadata.google.internal"})

@@ -412,7 +412,7 @@ class MembershipService:
                 self._note_starting(message, incoming)
                 others = self.joiner.others_starting(message.record.address)
                 return Reply(encode(msgspec.structs.replace(starting, others=others)))
-            judge_newcomer(message, incoming.sender, self._hooks)
+            judge_newcomer(message, incoming.sender, self._hooks, self._core.spoken)
         answer = await self._pending.ask(
             lambda token: self._feed(Request(token, incoming.sender, message, incoming.remote_host))
         )

@@ -32,7 +32,6 @@ from typing import Any, Literal
 import msgspec
 
 from p2pdrl.clock import Clock
-from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.membership.broadcasts import BroadcastQueue
 from p2pdrl.membership.events import (
     Answered,
@@ -74,6 +73,7 @@ from p2pdrl.membership.messages import (
 from p2pdrl.membership.operators import Operator
 from p2pdrl.membership.parameters import MembershipConfig
 from p2pdrl.membership.records import (
+    RECORD_KEYS,
     BadRecordError,
     Incarnation,
     MemberRecord,
@@ -83,11 +83,15 @@ from p2pdrl.membership.records import (
     Verifier,
     refuse_address,
     relays_in,
+    release_in,
     sign_member,
     sign_suspicion,
+    spoken_in,
+    with_release,
 )
 from p2pdrl.membership.suspicion import Awareness, SuspicionTimer
 from p2pdrl.membership.swarm_records import SwarmRecords
+from p2pdrl.versions import SPOKEN, ProtocolRange
 
 __all__ = ["Membership", "open_core", "own_record"]
 
@@ -149,7 +153,7 @@ class Member:
             last_seen_s=None if self.last_seen is None else max(0.0, now - self.last_seen),
             tags=dict(record.tags),
             suspected_by=self.timer.accusers if self.timer is not None and self.state == "suspect" else (),
-            protocol=record.protocol,
+            spoken=spoken_in(record.tags, record.protocol),
             public_key=record.public_key,
         )
 
@@ -300,6 +304,11 @@ class Membership:
         self.detector.start()
         self.anti_entropy.start()
         self.arm(_EXPIRE_EVERY_S, self._expire_round)
+
+    @property
+    def spoken(self) -> ProtocolRange:
+        """The protocols that we speak."""
+        return spoken_in(self.me.tags, self.me.protocol)
 
     # Timers
 
@@ -845,7 +854,7 @@ class Membership:
             last_seen_s=0.0,
             tags=dict(me.tags),
             suspected_by=(),
-            protocol=me.protocol,
+            spoken=self.spoken,
             public_key=me.public_key,
             is_self=True,
         )
@@ -958,8 +967,10 @@ class Membership:
         changes: dict[str, Any] = {}
         if address is not None and address != self.me.address:
             changes["address"] = address
-        if tags is not None and tags != self.me.tags:
-            changes["tags"] = dict(tags)
+        if tags is not None:
+            told = with_release(tags, release_in(self.me.tags), self.spoken)
+            if told != self.me.tags:
+                changes["tags"] = told
         if changes:
             self.renew(**changes)
         return self._flush()
@@ -979,8 +990,10 @@ class Membership:
         """Take a setting that somebody has signed who may, and tell everybody at once.
 
         Raises:
-            BadRecordError: it is forged, or by somebody who may not.
+            BadRecordError: it is forged, by somebody who may not, or under a key that we don't know.
         """
+        if record.key not in RECORD_KEYS:
+            raise BadRecordError(400, f"no swarm has a setting {record.key!r}, as far as this release knows")
         self._advance(now)
         if self.swarm.merge(record):
             self.tell_all(record)
@@ -1544,7 +1557,16 @@ def _order(record: Record) -> int:
     return 3 if isinstance(record, Suspicion) else 2
 
 
-def own_record(signer: Signer, name: str, address: str, boot_ms: int, tags: dict[str, str]) -> MemberRecord:
+def own_record(
+    signer: Signer,
+    name: str,
+    address: str,
+    boot_ms: int,
+    tags: dict[str, str],
+    *,
+    release: str = "",
+    spoken: ProtocolRange = SPOKEN,
+) -> MemberRecord:
     """A node's first record of this boot, unsigned."""
     return MemberRecord(
         signer.node_id,
@@ -1553,8 +1575,8 @@ def own_record(signer: Signer, name: str, address: str, boot_ms: int, tags: dict
         address,
         Incarnation(boot_ms, 0),
         "alive",
-        dict(tags),
-        PROTOCOL_VERSION,
+        with_release(tags, release, spoken),
+        spoken.oldest,
     )
 
 
@@ -1571,17 +1593,22 @@ def open_core(
     tags: dict[str, str] | None = None,
     allowed: Callable[[str], Collection[str] | None] = lambda node_id: None,
     roots: Iterable[Operator] = (),
+    release: str = "",
+    spoken: ProtocolRange = SPOKEN,
 ) -> Membership:
     """Make the core of a node that starts now, with a boot id greater than any before.
 
-    ``allowed`` tells the roles that a node's certificate allows it; None for no limit.
+    Args:
+        allowed: the roles that a node's certificate allows it; None for no limit.
+        release: of p2pdrl, as others are told.
+        spoken: the protocols that the node speaks.
     """
     boot_ms = known.next_boot_ms(clock.wall(), config.future_s)
     return Membership(
         config=config,
         signer=signer,
         verifier=Verifier(swarm_id, verify, config.future_s, allowed),
-        record=own_record(signer, name[:64], address, boot_ms, tags or {}),
+        record=own_record(signer, name[:64], address, boot_ms, tags or {}, release=release, spoken=spoken),
         rng=rng,
         wall=clock.wall,
         now=clock.monotonic(),

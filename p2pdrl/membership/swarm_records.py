@@ -26,6 +26,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from p2pdrl.config.fields import without_defaults
 from p2pdrl.ids import founded_by
 from p2pdrl.membership.identity import Signer, Verify
 from p2pdrl.membership.messages import SwarmEntry
@@ -214,7 +215,7 @@ class SwarmRecords:
             key,
             epoch,
             signer.node_id,
-            msgspec.msgpack.encode(value),
+            msgspec.msgpack.encode(without_defaults(value)),
             signer.public_key,
             lineage=self._home(key),
             at_ms=max(0, round(at_s * 1000)),
@@ -226,20 +227,20 @@ class SwarmRecords:
         return sign_swarm_record(signer, self._verifier.swarm_id, plain)
 
     def merge(self, record: SwarmRecord, trusted: bool = False) -> bool:
-        """Take ``record`` when it wins; True when it did. One of another lineage is passed over.
+        """Take ``record`` when it wins; True when it did.
+
+        One of another lineage is passed over, and so is one under a key that this release doesn't know.
 
         Args:
             trusted: it came from the member through which we join, or was our own in an earlier run, so any
                 epoch goes.
 
         Raises:
-            BadRecordError: forged, by somebody who may not write it, under an unknown key, a list of
-                operators or bans that can't be read, or a jump of more than 1,000 epochs.
+            BadRecordError: forged, by somebody who may not write it, a list of operators or bans that can't
+                be read, or a jump of more than 1,000 epochs.
         """
         key = record.key
-        if key not in RECORD_KEYS:
-            raise BadRecordError(400, f"no swarm has a setting {key!r}")
-        if record.lineage != self._home(key):
+        if key not in RECORD_KEYS or record.lineage != self._home(key):
             return False
         held = self._records.get(key)
         rank = self._rank(record)

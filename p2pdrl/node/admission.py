@@ -9,8 +9,6 @@ import asyncio
 import itertools
 from collections.abc import Callable
 
-import msgspec
-
 from p2pdrl.clock import Clock
 from p2pdrl.config.checks import task_problems
 from p2pdrl.config.environments import environment_problems, import_problems
@@ -238,15 +236,13 @@ class JoinAdmission:
 
     def _info(self) -> bytes:
         training = self._need()
-        return msgspec.msgpack.encode(
-            JoinInfo(
-                task=training.task,
-                task_hash=training.task_hash,
-                lineage=training.lineage,
-                policy_version=training.policy_version,
-                founded_at=self.founded_at() or self._clock.wall(),
-            )
-        )
+        return JoinInfo(
+            task=training.task,
+            task_hash=training.task_hash,
+            lineage=training.lineage,
+            policy_version=training.policy_version,
+            founded_at=self.founded_at() or self._clock.wall(),
+        ).encode()
 
     def _check_welcome(self, data: bytes) -> str | None:
         try:

@@ -15,7 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from p2pdrl.ids import PROTOCOL_VERSION
+from p2pdrl.versions import SPOKEN
 
 __all__ = ["CONTENT_TYPE", "LabelledTotal", "Registry", "Total"]
 
@@ -184,7 +184,7 @@ class Registry:
             ("version", "protocol", "python"),
             registry=self._registry,
         )
-        build.labels(version, str(PROTOCOL_VERSION), platform.python_version()).set(1)
+        build.labels(version, SPOKEN.wire, platform.python_version()).set(1)
         self.show_members(dict.fromkeys(("alive", "suspect", "dead", "left", "banned"), 0))
         self.mean_return.set(float("nan"))
         self.evaluation_mean_return.set(float("nan"))

@@ -40,6 +40,7 @@ from p2pdrl.transport.http.headers import (
     AnswerHead,
     RequestHead,
     check_answer,
+    told_spoken,
 )
 from p2pdrl.transport.http.listener import APP_TRANSPORT, ServedConnection
 from p2pdrl.transport.http.server import PIPE_PREFIX, STREAM_PATH, HttpServer
@@ -78,10 +79,13 @@ from p2pdrl.transport.relay import (
 )
 from p2pdrl.transport.stream.client import StreamClient
 from p2pdrl.transport.tls import SwarmTls
+from p2pdrl.versions import BEFORE_RANGES, SPOKEN, ProtocolRange, refuse_protocol
 
 __all__ = ["HttpTransport"]
 
 T = TypeVar("T")
+
+_MAX_PEERS = 4096
 
 _shown: ContextVar[list[NodeCertificate | None]] = ContextVar("_shown")
 """Where `_Connector` tells the request that it connects what certificate was shown."""
@@ -155,6 +159,7 @@ class HttpTransport:
         limits: all bounds.
         allowed_hosts: names in lower case, besides IP literals and ``localhost``, under which
             others may address us.
+        spoken: the protocols that we speak.
         rates: what all connections together keep to, those of pipes too; None without bounds. Stays the
             caller's.
     """
@@ -169,6 +174,7 @@ class HttpTransport:
         clock: Clock,
         limits: TransportLimits | None = None,
         allowed_hosts: Callable[[], set[str]] = set,
+        spoken: ProtocolRange = SPOKEN,
         rates: NodeRates | None = None,
     ) -> None:
         self.node_id = node_id
@@ -191,8 +197,12 @@ class HttpTransport:
             limits=self.limits,
             counters=self.counters,
             allowed_hosts=allowed_hosts,
+            spoken=spoken,
             rates=rates,
         )
+        self._spoken = spoken
+        self._spoken_by: dict[str, ProtocolRange] = {}
+        """What members have told, by id."""
         self._rates = rates
         self._dialer = Dialer(clock, self.limits.resolve_ttl_s)
         self._sessions: dict[Lane, aiohttp.ClientSession] = {}
@@ -231,6 +241,10 @@ class HttpTransport:
     def bar(self, barred: Callable[[str], str | None]) -> None:
         """Answer none of the nodes for which ``barred`` gives a reason, from its next request on."""
         self._server.barred = barred
+
+    def tell_other_protocols(self, told: Callable[[str, str], None]) -> None:
+        """Tell of each request by a node that speaks none of our protocols: its id, and why it's refused."""
+        self._server.on_other_protocol = told
 
     def redeem(self, token: bytes) -> Callable[[socket.socket, str], ServedConnection | None] | None:
         """Return what takes a connection over that has shown ``token``; see `http.listener.PortUser`."""
@@ -486,9 +500,37 @@ class HttpTransport:
     async def _post(
         self, address: Address, call: OutgoingCall, session: aiohttp.ClientSession, path: str | None = None
     ) -> Answer:
-        """Post one call to one IP, to its own path or another, and read its answer."""
+        """Post one call to one IP, to its own path or another, and read its answer.
+
+        It is written in the newest protocol that both speak, as far as we know: in our oldest, where we
+        don't. Where that was wrong, the refusal says which it can be, and the call goes once more.
+        """
+        spoken = self._spoken_by.get(call.target_id or "")
+        protocol = self._spoken.oldest if spoken is None else self._spoken.common(spoken)
+        for _ in range(2):
+            protocol = protocol or self._spoken.oldest
+            answer = await self._post_in(protocol, address, call, session, path or call.path)
+            if not isinstance(answer, ProtocolRange):
+                return answer
+            reason = refuse_protocol(self._spoken, answer)
+            if reason is not None:
+                raise PeerRefusedError(403, reason)
+            protocol = self._spoken.common(answer)
+        raise WireError("the peer refuses a protocol that it says it speaks")
+
+    async def _post_in(
+        self,
+        protocol: int,
+        address: Address,
+        call: OutgoingCall,
+        session: aiohttp.ClientSession,
+        path: str,
+    ) -> Answer | ProtocolRange:
+        """Post one call, written in ``protocol``; return what the callee speaks where that isn't of it."""
         head = RequestHead(
-            path=path or call.path,
+            path=path,
+            protocol=protocol,
+            spoken=self._spoken,
             sender=self.node_id,
             target=call.target_id if call.target_id is not None else NO_TARGET,
             swarm=self._swarm_id,
@@ -511,8 +553,19 @@ class HttpTransport:
             self.counters.sent(call.target_id, nbytes)
             if response.status != 200:
                 self._check_refuser(response.status, head)
+                told = told_spoken(response.headers)
+                if told is not None:
+                    self._note_spoken(call.target_id, told)
+                elif self._spoken_by.pop(call.target_id or "", None) is not None:
+                    told = BEFORE_RANGES  # an older release was started in its place
+                if response.status == 403 and told is not None and not told.has(protocol):
+                    return told
                 raise await self._refusal(response)
             return await self._answer(response, call, head)
+
+    def _note_spoken(self, node_id: str | None, spoken: ProtocolRange) -> None:
+        if node_id is not None and (len(self._spoken_by) < _MAX_PEERS or node_id in self._spoken_by):
+            self._spoken_by[node_id] = spoken
 
     def _check_refuser(self, status: int, request: RequestHead) -> None:
         """Believe a refusal of the node that was asked alone; others may say that it isn't them (403).
@@ -556,6 +609,7 @@ class HttpTransport:
         head = AnswerHead.from_headers(response.headers)
         shown = _shown.get()[0] if self.tls is not None else None
         check_answer(head, request, None if shown is None else shown.node_id)
+        self._note_spoken(head.sender, head.spoken)
         if self.tls is not None and shown is None:
             raise WireError("the peer has shown no certificate")
         if shown is not None:

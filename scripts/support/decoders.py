@@ -17,7 +17,6 @@ from p2pdrl.api.answers import ApiRefusal
 from p2pdrl.api.keyfile import read_swarm_keys, write_swarm_key
 from p2pdrl.config.task import TaskConfig, task_hash
 from p2pdrl.errors import P2PDRLError
-from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.membership import messages
 from p2pdrl.membership.identity import Identity
 from p2pdrl.membership.known_members import KnownMember, KnownMembers
@@ -45,6 +44,7 @@ from p2pdrl.transport.opening import ConnectionOpening
 from p2pdrl.transport.pipe import frames
 from p2pdrl.transport.pipe.server import PipeAnswer
 from p2pdrl.transport.protocol import Address
+from p2pdrl.versions import SPOKEN
 
 __all__ = ["REFUSALS", "Decoder", "decoders"]
 
@@ -133,7 +133,7 @@ def _membership() -> list[Decoder]:
     identity = Identity(secrets.token_bytes(32))
     record = MemberRecord(
         id=identity.node_id, public_key=identity.public_key, name="n", address="10.0.0.1:7700",
-        incarnation=Incarnation(1, 2), state="alive", tags={"role": "actor"}, protocol=PROTOCOL_VERSION,
+        incarnation=Incarnation(1, 2), state="alive", tags={"role": "actor"}, protocol=SPOKEN.oldest,
     )  # fmt: skip
     record = sign_member(identity, "default", record)
     suspicion = Suspicion(identity.node_id, Incarnation(1, 2), identity.node_id, "dead", "no answer")

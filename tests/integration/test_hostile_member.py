@@ -23,7 +23,6 @@ from p2pdrl.clock import SystemClock
 from p2pdrl.config.strategy import LocalConfig, StrategyConfig
 from p2pdrl.config.task import StopConfig
 from p2pdrl.errors import P2PDRLError, PeerRefusedError, TransportError
-from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.membership.identity import Identity
 from p2pdrl.membership.messages import ROUTES as SWIM
 from p2pdrl.membership.messages import Ack, GossipMessage, JoinRequest, encode
@@ -46,6 +45,7 @@ from p2pdrl.strategies.protocol import ROUTES as STRATEGY
 from p2pdrl.transport.http.listener import Listener
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.protocol import Address, Reply
+from p2pdrl.versions import SPOKEN
 
 PACE = ["--set", "node.learner.max_updates_per_s=10", "--set", "task.algorithm.unroll_steps=16"]
 SLOW = ["--set", "node.learner.max_updates_per_s=2", "--set", "task.algorithm.unroll_steps=16"]
@@ -175,7 +175,7 @@ class Liar:
         given = {
             "id": self.identity.node_id, "public_key": self.identity.public_key, "name": "liar",
             "address": str(self.own), "incarnation": Incarnation(self.boot, 0), "state": "alive",
-            "tags": {}, "protocol": PROTOCOL_VERSION,
+            "tags": {}, "protocol": SPOKEN.oldest,
         }  # fmt: skip
         return sign_member(self.identity, self.swarm_id, MemberRecord(**(given | changes)))
 

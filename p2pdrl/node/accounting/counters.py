@@ -42,7 +42,7 @@ LARGEST = 2**53 - 1
 Natural = Annotated[int, Meta(ge=0, le=LARGEST)]
 
 
-class Counts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Counts(msgspec.Struct, frozen=True, array_like=True):
     """What one boot, node or swarm has done."""
 
     env_steps: Natural = 0
@@ -77,7 +77,7 @@ ZERO = Counts()
 """Nothing done yet."""
 
 
-class NodeCounts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class NodeCounts(msgspec.Struct, frozen=True, array_like=True):
     """What a node says of itself, in one lineage: the body of a row."""
 
     base: Counts = ZERO

@@ -35,7 +35,7 @@ class TooManyFactsError(WireError):
     """More facts had to be checked than the teller may have us check by now; the rest may come again."""
 
 
-class SignedFact(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class SignedFact(msgspec.Struct, frozen=True, array_like=True):
     """What one node says of itself."""
 
     public_key: Annotated[bytes, Meta(min_length=32, max_length=32)]

@@ -116,7 +116,7 @@ class PeerReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return self.state == "training" and (works or bool(self.stage))
 
 
-class ReportRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ReportRow(msgspec.Struct, frozen=True, array_like=True):
     """A report on its way."""
 
     age_s: NonNegative

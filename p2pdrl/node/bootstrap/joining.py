@@ -27,6 +27,7 @@ from typing import Literal
 
 import msgspec
 
+from p2pdrl.config.fields import without_defaults
 from p2pdrl.config.task import TaskConfig, task_hash
 from p2pdrl.errors import WireError
 from p2pdrl.group.compatibility import Natural, Short
@@ -55,6 +56,10 @@ class JoinInfo(msgspec.Struct, frozen=True):
     """Empty while that member has no state itself."""
     policy_version: Natural
     founded_at: float
+
+    def encode(self) -> bytes:
+        """Return the bytes of it, without the options that are as by default."""
+        return msgspec.msgpack.encode(without_defaults(self))
 
 
 @dataclass(frozen=True)

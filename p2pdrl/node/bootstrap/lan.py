@@ -15,11 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 from p2pdrl.errors import UsageError
-from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.membership.records import refuse_address
 from p2pdrl.node.events import EventLog
 from p2pdrl.transport.dial import is_loopback
 from p2pdrl.transport.protocol import Address
+from p2pdrl.versions import SPOKEN, ProtocolRange
 
 __all__ = ["LOOK_FIRST_S", "LanDiscovery", "fingerprint", "may_join"]
 
@@ -141,7 +141,7 @@ class LanDiscovery:
             self._name,
             addresses=[ip.packed],
             port=address.port,
-            properties={"swarm": mark, "protocol": str(PROTOCOL_VERSION)},
+            properties={"swarm": mark, "protocol": str(SPOKEN.oldest), "protocols": SPOKEN.wire},
             server=f"{self._name.partition('.')[0]}.local.",
         )
 
@@ -164,10 +164,11 @@ class LanDiscovery:
             return
         found = {
             key: (value or b"").decode("ascii", "replace")
-            for key in ("swarm", "protocol")
+            for key in ("swarm", "protocol", "protocols")
             for value in [info.properties.get(key.encode())]
         }
-        if not may_join(self._mark(), found["swarm"]) or found["protocol"] != str(PROTOCOL_VERSION):
+        spoken = ProtocolRange.parse(found["protocols"] or found["protocol"])
+        if spoken is None or SPOKEN.common(spoken) is None or not may_join(self._mark(), found["swarm"]):
             return
         for ip in info.parsed_addresses()[:4]:
             address = Address(ip, info.port or 0)

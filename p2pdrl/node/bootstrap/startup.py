@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
@@ -287,6 +288,10 @@ class Opened:
     """Follows the swarm's key while it is replaced; None for a swarm without one."""
 
 
+def _tell_other_protocol(events: EventLog, node_id: str, why: str) -> None:
+    events.emit("refused", f"we refused node {short(node_id)}: {why}", level="warning", node=node_id)
+
+
 async def open_node(
     stack: AsyncExitStack,
     config: Config,
@@ -400,8 +405,10 @@ async def open_node(
         tags=tags_of(node.roles, promote=node.promote),
         allowed=transport.roles_of,
         roots=roots,
+        release=p2pdrl.__version__,
     )
     transport.bar(core.swarm.why_banned)
+    transport.tell_other_protocols(partial(_tell_other_protocol, events))
     boot = core.me.incarnation.boot_ms
     membership = MembershipService(
         core,

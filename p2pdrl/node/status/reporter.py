@@ -19,7 +19,7 @@ from p2pdrl.config.strategy import StrategyConfig
 from p2pdrl.config.task import minibatch_rows
 from p2pdrl.ids import short
 from p2pdrl.membership.events import MemberView
-from p2pdrl.membership.records import relays_in
+from p2pdrl.membership.records import relays_in, release_in
 from p2pdrl.node import settings
 from p2pdrl.node.accounting.evaluations import Entry
 from p2pdrl.node.accounting.report_table import PeerReport
@@ -521,6 +521,8 @@ class StatusReporter:
             "last_seen_s": member.last_seen_s,
             "self": member.is_self,
             "roles": list(self._context.roles_of(member)),
+            "release": release_in(member.tags) or None,
+            "protocols": member.spoken.wire,
         } | self._reach(member)
         report, age_s = found if found is not None else (None, None)
         shown = (*FIGURES, "device", "learner_restarts", "strategy")

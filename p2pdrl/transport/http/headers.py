@@ -10,15 +10,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from p2pdrl.errors import WireError
-from p2pdrl.ids import PROTOCOL_VERSION, is_node_id
+from p2pdrl.ids import is_node_id
+from p2pdrl.versions import BEFORE_RANGES, SPOKEN, ProtocolRange
 
-__all__ = ["CONTENT_TYPE", "NO_TARGET", "AnswerHead", "RequestHead", "check_answer"]
+__all__ = [
+    "CONTENT_TYPE",
+    "NO_TARGET",
+    "AnswerHead",
+    "RequestHead",
+    "check_answer",
+    "spoken_header",
+    "told_spoken",
+]
 
 CONTENT_TYPE = "application/x-p2pdrl"
 NO_TARGET = "-"
 """Target of a caller that doesn't know who lives at the address."""
 
 _PROTOCOL = "P2PDRL-Protocol"
+_SPOKEN = "P2PDRL-Protocols"
 _SENDER = "P2PDRL-Sender"
 _TARGET = "P2PDRL-Target"
 _SWARM = "P2PDRL-Swarm"
@@ -42,6 +52,16 @@ def _length(headers: Mapping[str, str], name: str) -> int:
     return int(_word(headers, name, _LENGTH.fullmatch))
 
 
+def spoken_header(spoken: ProtocolRange) -> dict[str, str]:
+    """The header that tells which protocols a node speaks, on requests and on all answers."""
+    return {_SPOKEN: spoken.wire}
+
+
+def told_spoken(headers: Mapping[str, str]) -> ProtocolRange | None:
+    """The protocols that the sender says it speaks; None where it doesn't say, as before protocol 7."""
+    return ProtocolRange.parse(headers.get(_SPOKEN, ""))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestHead:
     """What a request says before its body.
@@ -50,6 +70,8 @@ class RequestHead:
         path: as in the request line.
         sender: node id of the caller.
         target: node id of the callee, or `NO_TARGET`.
+        protocol: in which it is written.
+        spoken: all that the caller speaks.
         hides: whether a stream or pipe that is asked for has to be encrypted.
     """
 
@@ -59,7 +81,8 @@ class RequestHead:
     swarm: str
     meta_nbytes: int
     vector_nbytes: int
-    protocol: int = PROTOCOL_VERSION
+    protocol: int = SPOKEN.oldest
+    spoken: ProtocolRange = SPOKEN
     hides: bool = True
 
     def to_headers(self) -> dict[str, str]:
@@ -67,6 +90,7 @@ class RequestHead:
         headers = {
             "Content-Type": CONTENT_TYPE,
             _PROTOCOL: str(self.protocol),
+            **spoken_header(self.spoken),
             _SENDER: self.sender,
             _TARGET: self.target,
             _SWARM: self.swarm,
@@ -82,9 +106,11 @@ class RequestHead:
         Raises:
             WireError: one is missing or malformed.
         """
+        protocol = int(_word(headers, _PROTOCOL, _VERSION.fullmatch))
         return cls(
             path=path,
-            protocol=int(_word(headers, _PROTOCOL, _VERSION.fullmatch)),
+            protocol=protocol,
+            spoken=told_spoken(headers) or ProtocolRange(protocol, protocol),
             sender=_word(headers, _SENDER, is_node_id),
             target=_word(headers, _TARGET, lambda text: text == NO_TARGET or is_node_id(text)),
             swarm=_word(headers, _SWARM, _SWARM_ID.fullmatch),
@@ -100,16 +126,19 @@ class AnswerHead:
 
     Attributes:
         sender: node id of the callee.
+        spoken: all that the callee speaks.
     """
 
     sender: str
     meta_nbytes: int
     vector_nbytes: int
+    spoken: ProtocolRange = SPOKEN
 
     def to_headers(self) -> dict[str, str]:
         """Return the HTTP headers, Content-Type included."""
         return {
             "Content-Type": CONTENT_TYPE,
+            **spoken_header(self.spoken),
             _SENDER: self.sender,
             _META: str(self.meta_nbytes),
             _VECTOR: str(self.vector_nbytes),
@@ -123,6 +152,7 @@ class AnswerHead:
             WireError: one is missing or malformed.
         """
         return cls(
+            spoken=told_spoken(headers) or BEFORE_RANGES,
             sender=_word(headers, _SENDER, is_node_id),
             meta_nbytes=_length(headers, _META),
             vector_nbytes=_length(headers, _VECTOR),

@@ -15,7 +15,6 @@ from aiohttp import web
 
 from p2pdrl.clock import Clock
 from p2pdrl.errors import WireError
-from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.transport.calls import (
     CALLERS_FAULTS,
     MAX_REASON_CHARS,
@@ -32,7 +31,7 @@ from p2pdrl.transport.certificates import CertifiedRoles
 from p2pdrl.transport.framing import views_of
 from p2pdrl.transport.http.body import BodyReader, body_chunks
 from p2pdrl.transport.http.guard import refuse_foreign
-from p2pdrl.transport.http.headers import CONTENT_TYPE, NO_TARGET, AnswerHead, RequestHead
+from p2pdrl.transport.http.headers import CONTENT_TYPE, NO_TARGET, AnswerHead, RequestHead, spoken_header
 from p2pdrl.transport.http.listener import ServedConnection, watched
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.opening import ConnectionOpening, PendingConnections
@@ -41,6 +40,7 @@ from p2pdrl.transport.protocol import Refusal, Reply, TrafficCounters
 from p2pdrl.transport.rate import NodeRates
 from p2pdrl.transport.stream.server import Shared, StreamServer
 from p2pdrl.transport.tls import SwarmTls
+from p2pdrl.versions import SPOKEN, ProtocolRange, refuse_protocol
 
 __all__ = ["PIPE_PREFIX", "PREFIX", "STREAM_PATH", "HttpServer"]
 
@@ -51,6 +51,8 @@ _Take = Callable[[socket.socket, str], ServedConnection | None]
 _Answers = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _SMALL_BODY_BYTES = 65536
+_MAX_TOLD = 64
+"""Nodes of other protocols that are told of."""
 
 
 class HttpServer:
@@ -66,6 +68,7 @@ class HttpServer:
         limits: all bounds.
         counters: written to.
         allowed_hosts: our names that a Host header may hold.
+        spoken: the protocols that we speak.
         rates: of the node; None without bounds.
     """
 
@@ -81,8 +84,10 @@ class HttpServer:
         limits: TransportLimits,
         counters: TrafficCounters,
         allowed_hosts: Callable[[], set[str]],
+        spoken: ProtocolRange = SPOKEN,
         rates: NodeRates | None = None,
     ) -> None:
+        self.on_other_protocol: Callable[[str, str], None] = lambda node_id, reason: None
         self.routes: Routes[Reply] = Routes()
         self.barred: Callable[[str], str | None] = lambda node_id: None
         self.pending: PendingConnections[_Take] = PendingConnections()
@@ -95,6 +100,8 @@ class HttpServer:
         self._limits = limits
         self._counters = counters
         self._allowed_hosts = allowed_hosts
+        self._spoken = spoken
+        self._other_protocols: dict[str, ProtocolRange] = {}
         self._admission = Admission(limits, clock)
         shared = Shared(
             routes=self.routes,
@@ -236,9 +243,12 @@ class HttpServer:
         return head, allowed
 
     def _check_parties(self, head: RequestHead) -> None:
-        if head.protocol != PROTOCOL_VERSION:
-            versions = f"this node speaks protocol {PROTOCOL_VERSION}, yours {head.protocol}"
-            raise Refusal(403, f"{versions}: install the same p2pdrl on both machines")
+        if not self._spoken.has(head.protocol):
+            # where there is one that both speak, the caller sees so by our answer, and asks again
+            reason = refuse_protocol(head.spoken, self._spoken)
+            if reason is not None:
+                self._tell_other_protocol(head)
+            raise Refusal(403, reason or f"this node doesn't speak protocol {head.protocol}")
         if head.swarm != self._swarm_id:
             raise Refusal(
                 403,
@@ -247,6 +257,14 @@ class HttpServer:
             )
         if head.target not in (NO_TARGET, self._node_id):
             raise Refusal(403, f"meant for node {head.target}, this is {self._node_id}")
+
+    def _tell_other_protocol(self, head: RequestHead) -> None:
+        """Tell once of each node that speaks none of our protocols."""
+        told = self._other_protocols.get(head.sender) == head.spoken
+        if told or (head.sender not in self._other_protocols and len(self._other_protocols) >= _MAX_TOLD):
+            return
+        self._other_protocols[head.sender] = head.spoken
+        self.on_other_protocol(head.sender, refuse_protocol(self._spoken, head.spoken) or "")
 
     def _check_sender(self, request: web.Request, head: RequestHead) -> frozenset[str] | None:
         """Believe nobody who hasn't shown the certificate of the node that it names; return its roles."""
@@ -323,7 +341,9 @@ class HttpServer:
         views = views_of(reply.vector)
         vector_nbytes = sum(view.nbytes for view in views)
         meta_nbytes = len(reply.meta)
-        answer = AnswerHead(sender=self._node_id, meta_nbytes=meta_nbytes, vector_nbytes=vector_nbytes)
+        answer = AnswerHead(
+            sender=self._node_id, meta_nbytes=meta_nbytes, vector_nbytes=vector_nbytes, spoken=self._spoken
+        )
         response = web.StreamResponse(headers=answer.to_headers())
         response.content_length = meta_nbytes + vector_nbytes
         await response.prepare(request)
@@ -357,7 +377,7 @@ class HttpServer:
 
     def _refuse(self, request: web.Request, refusal: Refusal) -> web.Response:
         status, reason = self._tell(refusal, request.remote or "")
-        response = web.Response(status=status, text=reason)
+        response = web.Response(status=status, text=reason, headers=spoken_header(self._spoken))
         length = request.content_length
         connection = watched(request)
         shown = None if connection is None else connection.shown

@@ -12,7 +12,6 @@ from aiohttp import web
 from p2pdrl.api.routes import mount
 from p2pdrl.clock import ManualClock
 from p2pdrl.errors import StorageError
-from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.membership.identity import Identity
 from p2pdrl.membership.operators import Operator
 from p2pdrl.testing.fake_node import FakeNode
@@ -24,6 +23,7 @@ from p2pdrl.transport.auth import (
     sign_api,
     target_proven,
 )
+from p2pdrl.versions import SPOKEN
 
 KEY = bytes(range(32))
 
@@ -192,7 +192,7 @@ async def test_health_says_why_and_tells_the_data_folder_to_this_machine_only(st
     node = FakeNode(data_dir="/data/n")
     client = await start(node)
     assert await (await client.get("/healthz")).json() == {
-        "ok": True, "reasons": [], "protocol": PROTOCOL_VERSION, "data_dir": "/data/n",
+        "ok": True, "reasons": [], "protocol": SPOKEN.oldest, "protocols": SPOKEN.wire, "data_dir": "/data/n",
     }  # fmt: skip
     proxied = await (await client.get("/healthz", headers={"X-Forwarded-For": "203.0.113.9"})).json()
     assert "data_dir" not in proxied
@@ -211,7 +211,7 @@ async def test_with_a_swarm_key_probes_get_a_verdict_and_who_proves_himself_the_
     proxied = {"X-Forwarded-For": "203.0.113.9"}
     stranger = await client.get(path, headers=proxied)
     assert stranger.status == 503
-    assert (await stranger.json()).keys() <= {"ok", "protocol"}
+    assert (await stranger.json()).keys() <= {"ok", "protocol", "protocols"}
     assert (await client.get(path, headers=proxied | {"Authorization": "Bearer wrong"})).status == 401
     proven = await client.get(path, headers=proxied | bearer(node))
     assert (await proven.json())["reasons"] == node.reasons

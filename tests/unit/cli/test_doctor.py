@@ -15,6 +15,7 @@ from p2pdrl.api.client import NodeClient
 from p2pdrl.api.keyfile import read_swarm_keys, write_swarm_key
 from p2pdrl.cli import doctor
 from p2pdrl.testing.fake_node import FakeNode, ServedNode
+from p2pdrl.versions import ProtocolRange
 
 
 def machine(name: str, data_dir: str | None = None, listen: str = "127.0.0.1:47946") -> doctor.Check:
@@ -115,7 +116,7 @@ def test_clocks_are_compared(served, monkeypatch, date, expected):
 
 
 def test_another_protocol_fails(served, monkeypatch):
-    monkeypatch.setattr(doctor, "PROTOCOL_VERSION", 99)
+    monkeypatch.setattr(doctor, "SPOKEN", ProtocolRange(98, 99))
     assert results(doctor.peer_checks(served.address, None))[f"peer {served.address} protocol"] == "fail"
 
 

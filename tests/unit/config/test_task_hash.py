@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 import pytest
+from msgspec import Meta
 
 from p2pdrl.config import schema
-from p2pdrl.config.loader import resolve
+from p2pdrl.config.fields import LATER, hashed, without_defaults
+from p2pdrl.config.loader import preset_names, resolve
 from p2pdrl.config.strategy import AdpsgdConfig, LocalConfig
 from p2pdrl.config.task import (
     HASHED,
@@ -79,3 +83,42 @@ def test_a_number_is_hashed_as_its_field_takes_it() -> None:
     as_integer = resolve(sets=["task.algorithm.clip=1"]).config.task
     as_float = resolve(sets=["task.algorithm.clip=1.0"]).config.task
     assert task_hash(as_integer) == task_hash(as_float)
+
+
+def test_releases_agree_on_it() -> None:
+    """A swarm with this task is trained by nodes of several releases: it never changes."""
+    assert task_hash(resolve(files=["cartpole"]).config.task) == "7dcf699a23f830f48f721e2bca9a9a63"
+    assert task_hash(resolve(files=["dqn"]).config.task) == "859180943c88fccb77b7649b24584d5d"
+
+
+class Before(msgspec.Struct, tag_field="name", tag="it", kw_only=True):
+    steps: int = 4
+    kwargs: dict[str, object] = {}
+
+
+class Since(Before, tag_field="name", tag="it", kw_only=True):
+    added: Annotated[int, Meta(ge=1), LATER] = 1
+
+
+def test_an_option_that_a_later_release_adds_counts_only_if_it_is_used() -> None:
+    assert hashed(Since(kwargs={"a": 1})) == hashed(Before(kwargs={"a": 1}))
+    assert hashed(Since(added=2)) != hashed(Since())
+
+
+def test_what_is_as_by_default_isnt_told() -> None:
+    task = TaskConfig(env=EnvConfig(num_envs=3), algorithm=A2CConfig())
+    told = without_defaults(task)
+    assert told == {"env": {"num_envs": 3}, "algorithm": {"name": "a2c"}}
+    assert msgspec.convert(told, TaskConfig) == task
+    assert without_defaults((Since(), {"x": Since(added=3)})) == [
+        {"name": "it"},
+        {"x": {"name": "it", "added": 3}},
+    ]
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_every_preset_survives_being_told(preset: str) -> None:
+    task = resolve(files=[preset]).config.task
+    told = msgspec.msgpack.decode(msgspec.msgpack.encode(without_defaults(task)), type=TaskConfig)
+    assert told == task
+    assert task_hash(told) == task_hash(task)

@@ -67,6 +67,19 @@ def test_over_declared_and_foreign_parts_are_refused() -> None:
             messages.decode(data)
 
 
+def test_what_a_later_release_adds_is_passed_over() -> None:
+    encode = msgspec.msgpack.encode
+    later = ["z", {"of": "another kind"}, [1]]
+    longer = [*msgspec.msgpack.decode(encode(MEMBER)), "one more field"]
+    assert messages.decode(encode(["gossip", [5, 6], [later, longer, SETTING], "more"])) == (
+        messages.GossipMessage(INC, (MEMBER, SETTING))
+    )
+    assert messages.decode(encode(["welcome", [later], b"info"])) == messages.Welcome((), b"info")
+    for bad in ([later, 7], [[]], [[7]], [later, ["m", ID]], {"z": 1}):
+        with pytest.raises(WireError):
+            messages.decode(encode(["gossip", [5, 6], bad]))
+
+
 def test_every_request_has_its_route() -> None:
     for message in ALL:
         if type(message) in messages.ROUTES.values():

@@ -9,18 +9,18 @@ import pytest
 
 from p2pdrl.clock import LoopClock
 from p2pdrl.errors import PeerRefusedError
-from p2pdrl.ids import PROTOCOL_VERSION
-from p2pdrl.membership import state
+from p2pdrl.membership import swarm_records
 from p2pdrl.membership.events import MemberEvent
 from p2pdrl.membership.identity import Identity
 from p2pdrl.membership.joining import JoinHooks
 from p2pdrl.membership.known_members import KnownMembers
-from p2pdrl.membership.messages import JoinRequest, Nack, encode
+from p2pdrl.membership.messages import GossipMessage, JoinRequest, Nack, encode
 from p2pdrl.membership.parameters import MembershipConfig
 from p2pdrl.membership.service import MembershipService
 from p2pdrl.membership.state import open_core
 from p2pdrl.testing.memory_transport import MemoryNetwork, MemoryTransport
 from p2pdrl.transport.protocol import Address, Refusal
+from p2pdrl.versions import ProtocolRange
 
 pytestmark = pytest.mark.looptime
 
@@ -45,6 +45,7 @@ class Node:
             clock=clock,
             rng=random.Random(number),
             known=known,
+            **{name: options.pop(name) for name in ("spoken", "release") if name in options},
         )
         self.service = MembershipService(
             core,
@@ -224,17 +225,43 @@ async def test_another_task_is_refused_in_plain_words_on_both_sides(start: Start
     assert set(one.states()) == {"n1"}
 
 
-async def test_another_version_is_refused_once_in_plain_words(start: Start, monkeypatch) -> None:
+async def test_another_version_is_refused_once_in_plain_words(start: Start) -> None:
     told: list[tuple[str, str]] = []
     hooks = JoinHooks(on_refused=lambda *refusal: told.append(refusal))
     one = await start(1, [], hooks=hooks)
-    monkeypatch.setattr(state, "PROTOCOL_VERSION", 1)
-    two = await start(2, ["10.0.0.1:7600"], hooks=hooks)
+    two = await start(2, ["10.0.0.1:7600"], hooks=hooks, spoken=ProtocolRange(98, 99))
     await asyncio.sleep(20)
-    words = f"it speaks protocol 1, this swarm speaks {PROTOCOL_VERSION}"
-    assert told == [("10.0.0.2:7600", f"we refused it: {words}"), ("10.0.0.1:7600", words)]
+    here = "this node speaks protocol 6–7, that one 98–99: install a newer p2pdrl where this node runs"
+    there = "this node speaks protocol 98–99, that one 6–7: install a newer p2pdrl where that one runs"
+    assert told == [("10.0.0.2:7600", f"we refused it: {here}"), ("10.0.0.1:7600", there)]
     assert not two.service.joined.is_set()
     assert set(one.states()) == {"n1"}
+
+
+async def test_members_of_two_releases_are_one_swarm_and_tell_what_they_run(start: Start) -> None:
+    one = await start(1, [], release="1.0")
+    two = await start(2, ["10.0.0.1:7600"], release="1.1", spoken=ProtocolRange(7, 8))
+    await asyncio.sleep(5)
+    one.service.retag({"roles": "learner"})  # what it runs stays told
+    await asyncio.sleep(5)
+    for node in (one, two):
+        told = {member.name: (member.tags["release"], member.spoken) for member in node.service.members()}
+        assert told == {"n1": ("1.0", ProtocolRange(6, 7)), "n2": ("1.1", ProtocolRange(7, 8))}
+
+
+async def test_a_later_release_has_more_kinds_of_settings(start: Start, monkeypatch) -> None:
+    one = await start(1, [])
+    two = await start(2, ["10.0.0.1:7600"])
+    await asyncio.sleep(2)
+    monkeypatch.setattr(swarm_records, "RECORD_KEYS", swarm_records.RECORD_KEYS | {"later"})
+    setting = two.service.records.compose("later", 5, two.identity)
+    monkeypatch.undo()
+    message = encode(GossipMessage(two.service.core.me.incarnation, (setting,)))
+    await two.transport.call(
+        Address.parse(one.address), one.service.node_id, "swim/gossip", message, deadline_s=1.0
+    )
+    assert one.service.core.refused_records == 0
+    assert one.service.records.get("later") is None
 
 
 async def test_not_yet_is_no_refusal(start: Start) -> None:

@@ -21,7 +21,6 @@ from p2pdrl.config.root import Config
 from p2pdrl.config.strategy import AdpsgdConfig
 from p2pdrl.config.task import StopConfig, TaskConfig, task_hash
 from p2pdrl.errors import ConfigError
-from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.membership.events import MemberView
 from p2pdrl.membership.identity import Identity, verify
 from p2pdrl.membership.operators import Operator
@@ -44,6 +43,7 @@ from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 from p2pdrl.testing.membership_simulator import trust
 from p2pdrl.testing.memory_transport import MemoryNetwork
 from p2pdrl.transport.protocol import Address, TrafficCounters
+from p2pdrl.versions import SPOKEN
 
 from .follower_fakes import FakeFigures
 from .supervised import QUICK, Supervised
@@ -93,7 +93,7 @@ class FakeMembership:
             "last_seen_s": 0.1,
             "tags": {},
             "suspected_by": (),
-            "protocol": PROTOCOL_VERSION,
+            "spoken": SPOKEN,
             "public_key": bytes(32),
         }
         return MemberView(id=node, name=name, state=state, **(given | fields))  # type: ignore[arg-type]

@@ -6,8 +6,8 @@ import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
-from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.telemetry.metrics import CONTENT_TYPE, Registry
+from p2pdrl.versions import SPOKEN
 
 NAMES = {
     "env_steps_total", "episodes_total", "updates_total", "steps_per_second", "mean_return", "policy_version",
@@ -52,7 +52,7 @@ def test_every_metric_has_a_meaning(registry: Registry) -> None:
 def test_build_info(registry: Registry) -> None:
     [labels] = series(registry)["p2pdrl_build_info"]
     assert labels["version"] == "1.2.3"
-    assert labels["protocol"] == str(PROTOCOL_VERSION)
+    assert labels["protocol"] == SPOKEN.wire
 
 
 def test_two_nodes_in_one_process_count_apart(registry: Registry) -> None:

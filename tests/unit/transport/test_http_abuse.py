@@ -14,13 +14,13 @@ import pytest
 
 from p2pdrl.clock import SystemClock
 from p2pdrl.errors import PeerRefusedError
-from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.transport.http.headers import RequestHead
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.limits import PIECE_BYTES
 from p2pdrl.transport.opening import HELLO, TOKEN_BYTES
 from p2pdrl.transport.protocol import Address, Incoming, Lane, Reply
 from p2pdrl.transport.tls import client_context
+from p2pdrl.versions import SPOKEN, ProtocolRange
 
 from .conftest import (
     CLIENT,
@@ -68,6 +68,10 @@ REFUSED: dict[str, tuple[int, Send]] = {
     "huge number": (400, lambda s: s.request(headers={"P2PDRL-Vector-Length": "9" * 4000})),
     "unicode digits": (400, lambda s: s.request(headers={"P2PDRL-Meta-Length": "٣"})),
     "other protocol": (403, lambda s: s.request(change=lambda h: replace(h, protocol=99))),
+    "no range": (
+        403,
+        lambda s: s.request(change=lambda h: replace(h, protocol=99), headers={"P2PDRL-Protocols": "x"}),
+    ),
     "wrong swarm": (403, lambda s: s.request(change=lambda h: replace(h, swarm="0123456789abcdef"))),
     "wrong target": (403, lambda s: s.request(change=lambda h: replace(h, target="c" * 32))),
     "another's name": (403, lambda s: s.request(change=lambda h: replace(h, sender=OTHER_ID))),
@@ -97,12 +101,21 @@ async def test_what_is_refused(patient: Served, name: str) -> None:
 
 
 async def test_an_older_version_is_told_what_to_do(patient: Served) -> None:
-    status, text = await patient.send(patient.request(change=lambda head: replace(head, protocol=3)))
-    assert status == 403
-    assert (
-        f"this node speaks protocol {PROTOCOL_VERSION}, yours 3: install the same p2pdrl on both machines"
-        in text
+    told: list[tuple[str, str]] = []
+    patient.transport.tell_other_protocols(lambda *what: told.append(what))
+    older = patient.request(
+        change=lambda head: replace(head, protocol=3, spoken=ProtocolRange(3, 3)),
+        headers={"P2PDRL-Protocols": None},
     )
+    for _ in range(2):
+        status, text = await patient.send(older)
+        assert status == 403
+        ours = SPOKEN.words
+        assert text == (
+            f"this node speaks protocol 3, that one {ours}: install a newer p2pdrl where this node runs"
+        )
+    words = f"this node speaks protocol {ours}, that one 3: install a newer p2pdrl where that one runs"
+    assert told == [(CLIENT_ID, words)]  # once
 
 
 @pytest.mark.parametrize("tls", [None, client_context([KEY])], ids=["in the open", "no certificate"])

@@ -7,13 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pdrl.errors import WireError
-from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.transport.http.headers import NO_TARGET, AnswerHead, RequestHead, check_answer
+from p2pdrl.versions import BEFORE_RANGES, SPOKEN, ProtocolRange
 
 US, PEER, OTHER = "a" * 32, "b" * 32, "c" * 32
 
 ids = st.text("0123456789abcdef", min_size=32, max_size=32)
 lengths = st.integers(0, 10**15 - 1)
+spoken = st.tuples(st.integers(1, 999_999), st.integers(1, 999_999)).map(
+    lambda ends: ProtocolRange(*sorted(ends))
+)
 requests = st.builds(
     RequestHead,
     path=st.just("/p2p/push"),
@@ -23,9 +26,10 @@ requests = st.builds(
     meta_nbytes=lengths,
     vector_nbytes=lengths,
     protocol=st.integers(1, 999_999),
+    spoken=spoken,
     hides=st.booleans(),
 )
-answers = st.builds(AnswerHead, sender=ids, meta_nbytes=lengths, vector_nbytes=lengths)
+answers = st.builds(AnswerHead, sender=ids, meta_nbytes=lengths, vector_nbytes=lengths, spoken=spoken)
 
 
 @given(requests)
@@ -63,13 +67,23 @@ def test_a_request_says_who_calls_whom() -> None:
     headers = request_to(PEER).to_headers()
     assert headers == {
         "Content-Type": "application/x-p2pdrl",
-        "P2PDRL-Protocol": str(PROTOCOL_VERSION),
+        "P2PDRL-Protocol": str(SPOKEN.oldest),
+        "P2PDRL-Protocols": SPOKEN.wire,
         "P2PDRL-Sender": US,
         "P2PDRL-Target": PEER,
         "P2PDRL-Swarm": "swarm",
         "P2PDRL-Meta-Length": "3",
         "P2PDRL-Vector-Length": "8",
     }
+
+
+def test_who_tells_no_range_speaks_what_it_writes() -> None:
+    headers = request_to(PEER).to_headers() | {"P2PDRL-Protocol": "5"}
+    del headers["P2PDRL-Protocols"]
+    assert RequestHead.from_headers("/p2p/push", headers).spoken == ProtocolRange(5, 5)
+    answer = answer_of(PEER).to_headers()
+    del answer["P2PDRL-Protocols"]
+    assert AnswerHead.from_headers(answer).spoken == BEFORE_RANGES
 
 
 def test_a_caller_hides_unless_it_says_otherwise() -> None:
