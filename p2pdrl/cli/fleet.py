@@ -64,6 +64,15 @@ class Fleet:
         """The nodes that haven't ended."""
         return [member for member in self.members if member.exit_code is None]
 
+    @property
+    def may_detach(self) -> bool:
+        """Whether the nodes shall stay when we go, and can by now."""
+        return False
+
+    def trouble(self, elapsed_s: float) -> str:
+        """Say why there is no use in waiting any longer, so many seconds after the start; empty for none."""
+        return ""
+
     def ask(self) -> None:
         """Refresh the status of every running node; one that doesn't answer keeps its last."""
         for member, status in zip(self.members, self._askers.map(self._status, self.members), strict=True):

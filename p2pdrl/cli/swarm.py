@@ -1,4 +1,4 @@
-"""``p2pdrl swarm up N``: a whole swarm on this machine, in one command that ends when the swarm is done.
+"""``p2pdrl swarm up``: a whole swarm, here or on several hosts, in one command that ends when it is done.
 
 On a terminal the table of nodes is live; elsewhere it is printed to standard error every few seconds.
 The result goes to standard output.
@@ -6,27 +6,31 @@ The result goes to standard output.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import secrets
+import shlex
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from p2pdrl.cli.formats import as_number, clean
-from p2pdrl.cli.options import as_arguments, config_options, json_option
+from p2pdrl.cli.options import Span, as_arguments, config_options, json_option
 from p2pdrl.errors import StorageError, WorkerError
 
 if TYPE_CHECKING:
     from p2pdrl.cli.fleet import Fleet
+    from p2pdrl.cli.remote import RemoteFleet, Ssh
     from p2pdrl.config.task import TaskConfig
 
 __all__ = ["swarm"]
@@ -34,15 +38,65 @@ __all__ = ["swarm"]
 _LIVE_S = 1.0
 _BLOCK_S = 5.0
 _GRACE_S = 20.0
+_TUNNELS = 17700
+"""From here on, ports on this machine lead to nodes on hosts."""
 
 
 @click.group()
 def swarm() -> None:
-    """Run a whole swarm on this machine."""
+    """Run a whole swarm, on this machine or on several by ssh."""
+
+
+def _host_options(command: Any) -> Any:
+    """Add what says how hosts are reached; the command gets it as ``ssh``."""
+
+    @functools.wraps(command)
+    def wrapped(
+        *args: Any,
+        remote_command: str | None,
+        python: str | None,
+        remote_dir: str | None,
+        ssh_options: tuple[str, ...],
+        **kwargs: Any,
+    ) -> Any:
+        from p2pdrl.cli.remote import Ssh
+
+        if remote_command is not None and python is not None:
+            raise click.UsageError("--remote-command and --python both say how p2pdrl is called: give one")
+        program = ("p2pdrl",) if remote_command is None else tuple(shlex.split(remote_command))
+        if python is not None:
+            program = (python, "-m", "p2pdrl")
+        if not program:
+            raise click.UsageError("--remote-command is empty: write how p2pdrl is called there")
+        ssh = Ssh(ssh_options, program)
+        return command(*args, ssh=ssh if remote_dir is None else replace(ssh, folder=remote_dir), **kwargs)
+
+    for option in reversed([
+        click.option(
+            "--remote-command", metavar="TEXT",
+            help="With --hosts: how p2pdrl is called there, such as /opt/venv/bin/p2pdrl.",
+        ),
+        click.option("--python", metavar="PATH", help="With --hosts: Python there that has p2pdrl."),
+        click.option(
+            "--remote-dir", metavar="FOLDER", help="With --hosts: where nodes write there, and it stays."
+        ),
+        click.option(
+            "--ssh-option", "ssh_options", multiple=True, metavar="KEY=VALUE",
+            help="With --hosts: passed to ssh as -o. Repeatable.",
+        ),
+    ]):  # fmt: skip
+        wrapped = option(wrapped)
+    return wrapped
 
 
 @swarm.command()
-@click.argument("count", metavar="N", type=click.IntRange(1, 64))
+@click.argument("count", metavar="[N]", type=click.IntRange(1, 64), required=False)
+@click.option(
+    "--hosts",
+    multiple=True,
+    metavar="[USER@]HOST[:SSH_PORT][,…]",
+    help="In place of N: a node on each of these machines, by ssh. Repeatable.",
+)
 @config_options
 @click.option(
     "--exit-when-done/--keep",
@@ -51,17 +105,30 @@ def swarm() -> None:
     show_default=True,
     help="End when the stop condition is met, or stay up until Ctrl-C.",
 )
+@_host_options
+@click.option(
+    "--within",
+    type=Span(),
+    default="2m",
+    show_default=True,
+    metavar="TIME",
+    help="With --hosts: how long they may take to become one swarm.",
+)
+@click.option("--detach", is_flag=True, help="With --hosts: end once they train; `swarm down` ends them.")
+@click.option("--any-release", is_flag=True, help="With --hosts: of whichever release of p2pdrl they have.")
 @click.option(
     "--data-root",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="FOLDER",
-    help="Keep data and logs here; without it they are temporary.",
+    help="Keep data and logs here (of hosts: logs and the swarm's key); without it they are temporary.",
 )
 @click.option("--device", metavar="NAME", help="auto, cpu, cuda …")
 @click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Of the nodes' logs."
 )
-@click.option("--swarm-key-file", metavar="FILE", help="Key of the swarm; not needed on one machine.")
+@click.option(
+    "--swarm-key-file", metavar="FILE", help="Key of the swarm; hosts get one made for them if there is none."
+)
 @click.option(
     "--from",
     "start_from",
@@ -95,7 +162,12 @@ def swarm() -> None:
 @json_option
 def up(
     *,
-    count: int,
+    count: int | None,
+    hosts: tuple[str, ...],
+    ssh: Ssh,
+    within: float,
+    detach: bool,
+    any_release: bool,
     files: tuple[str, ...],
     sets: tuple[str, ...],
     ends: bool,
@@ -107,7 +179,9 @@ def up(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Start N nodes, show how they train, and end when all of them have ended.
+    """Start N nodes, or one on each host; show how they train, and end when all of them have ended.
+
+    Hosts need p2pdrl, and ports from --base-port on by which they reach each other.
 
     Ctrl-C makes them leave properly; a second one ends them at once. The exit code is 0 only if every
     node's was.
@@ -118,8 +192,25 @@ def up(
     from p2pdrl.config.loader import resolve
     from p2pdrl.library.node_process import reserved_ports
 
+    if (count is None) == (not hosts):
+        raise click.UsageError("say how many nodes to start here (swarm up 4), or where: --hosts a,b")
     # a bad one fails before anything starts
     task = resolve(files=files, sets=sets, environ=os.environ).config.task
+    if count is None:
+        on_hosts = _OnHosts(ssh, hosts, within_s=within, detach=detach, any_release=any_release)
+        roles = _roles(len(on_hosts.hosts), learners, replays, task)
+        arguments = [part for one in sets for part in ("--set", one)] + ([] if ends else ["--keep-running"])
+        key_file = options.pop("swarm_key_file")
+        on_hosts.up(
+            files,
+            arguments + as_arguments(options),
+            roles,
+            data_root=data_root,
+            base_port=base_port,
+            key_file=key_file,
+            as_json=as_json,
+        )
+        return
     require_environment(task)
     if start_from is not None:
         checkpoint_to_start_from(start_from, options["swarm_key_file"])
@@ -133,6 +224,108 @@ def up(
             run.until_all_ended()
         run.print_result(as_json)
         run.raise_for_failures()
+
+
+@swarm.command()
+@click.option(
+    "--hosts",
+    multiple=True,
+    required=True,
+    metavar="[USER@]HOST[:SSH_PORT][,…]",
+    help="The machines, as `swarm up` was told. Repeatable.",
+)
+@_host_options
+@json_option
+def down(*, hosts: tuple[str, ...], ssh: Ssh, as_json: bool) -> None:
+    """End the nodes that `swarm up --hosts` has left on these machines.
+
+    They leave the swarm properly; one that doesn't within half a minute is killed.
+    """
+    from p2pdrl.cli.remote import end_nodes, parse_hosts
+
+    rows = end_nodes(parse_hosts(hosts), ssh)
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+    else:
+        for row in rows:
+            ended = [*row["nodes"], *(f"{name} (killed)" for name in row["killed"])]
+            click.echo(f"{row['host']}: {row['error'] or ', '.join(ended) or 'no node runs there'}")
+    if failed := [row["host"] for row in rows if row["error"]]:
+        raise WorkerError(f"not ended on {', '.join(failed)}")
+
+
+class _OnHosts:
+    """One run of `up` on hosts."""
+
+    def __init__(
+        self, ssh: Ssh, hosts: Sequence[str], *, within_s: float, detach: bool, any_release: bool
+    ) -> None:
+        from p2pdrl.cli.remote import parse_hosts
+
+        self.hosts = parse_hosts(hosts)
+        self._ssh = ssh
+        self._within_s, self._detach, self._any_release = within_s, detach, any_release
+
+    def up(
+        self,
+        files: Sequence[str],
+        arguments: Sequence[str],
+        roles: Sequence[str],
+        *,
+        data_root: Path | None,
+        base_port: int,
+        key_file: str | None,
+        as_json: bool,
+    ) -> None:
+        """Start the nodes, show them, and end as they do; or leave them there."""
+        from p2pdrl.api.keyfile import read_swarm_keys, write_swarm_key
+        from p2pdrl.cli.remote import RemoteFleet, check_hosts, files_to_send
+        from p2pdrl.library.node_process import reserved_ports
+
+        if self._detach and key_file is None and data_root is None:
+            raise click.UsageError("--detach wants --swarm-key-file or --data-root: where the key stays")
+        with _folder(data_root) as folder:
+            key = folder / "swarm.key" if key_file is None else Path(key_file)
+            if key_file is None and not key.exists():
+                write_swarm_key(key)
+            swarm_key = read_swarm_keys(key).good(time.time())[0]
+            sent, configured = files_to_send(key, files)
+            hosts = check_hosts(self.hosts, self._ssh, base_port, any_release=self._any_release)
+            with reserved_ports(len(hosts), _TUNNELS) as ports:
+                fleet = RemoteFleet(
+                    folder,
+                    ports,
+                    [*configured, *arguments],
+                    roles,
+                    hosts=hosts,
+                    ssh=self._ssh,
+                    files=sent,
+                    swarm_key=swarm_key,
+                    detach=self._detach,
+                    within_s=self._within_s,
+                )
+                with fleet:
+                    run = _Run(fleet, f"--api {fleet.members[0].address} --swarm-key-file {key}")
+                    run.until_all_ended()
+                    if run.detached:
+                        fleet.detach()
+                if run.detached:
+                    _tell_detached(fleet, key, as_json)
+                    return
+            run.print_result(as_json)
+            run.raise_for_failures()
+
+
+def _tell_detached(fleet: RemoteFleet, key: Path, as_json: bool) -> None:
+    rows = [{"name": host.name, "host": host.target, "address": str(host.address)} for host in fleet.hosts]
+    if as_json:
+        click.echo(json.dumps({"nodes": rows, "swarm_key_file": str(key)}, indent=2))
+        return
+    for row in rows:
+        click.echo(f"{row['name']}  {row['address']}")
+    named = ",".join(f"{h.target}:{h.ssh_port}" if h.ssh_port else h.target for h in fleet.hosts)
+    click.echo(f"look: p2pdrl status --api {rows[0]['address']} --swarm-key-file {key}", err=True)
+    click.echo(f"end:  p2pdrl swarm down --hosts {named}", err=True)
 
 
 def _roles(count: int, learners: int | None, replays: int | None, task: TaskConfig) -> list[str]:
@@ -193,8 +386,13 @@ def _folder(data_root: Path | None) -> Iterator[Path]:
 class _Run:
     """One run of a fleet, from its start to its table of results."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, reach: str = "") -> None:
         self._fleet = fleet
+        self._reach = reach or f"--api {fleet.members[0].address}"
+        """How commands reach the first node."""
+        self._trouble = ""
+        self.detached = False
+        """Whether all are one swarm by now, and shall stay."""
         self._started_s = time.monotonic()
         self._ended_s = self._started_s
         self._wake = threading.Event()
@@ -207,7 +405,8 @@ class _Run:
                 self._live()
             else:
                 self._blocks()
-        self._fleet.ask()
+        if not self.detached:
+            self._fleet.ask()
         self._ended_s = time.monotonic()
 
     def _live(self) -> None:
@@ -235,8 +434,12 @@ class _Run:
         while self._fleet.running():
             self._fleet.ask()
             now_s = time.monotonic() - self._started_s
+            self._trouble = self._trouble or self._fleet.trouble(now_s)
             yield now_s
-            if leaving_s is None and (self._signals or self._start_failed()):
+            if leaving_s is None and not self._signals and self._fleet.may_detach:
+                self.detached = True
+                return
+            if leaving_s is None and (self._signals or self._trouble or self._start_failed()):
                 self._fleet.leave()
                 leaving_s = now_s
             elif leaving_s is not None and (self._signals > 1 or now_s - leaving_s > _GRACE_S):
@@ -290,7 +493,7 @@ class _Run:
         from p2pdrl.cli.tables import swarm_view
 
         view = swarm_view(self._newest(), self._rows(), time.monotonic() - self._started_s)
-        hint = f"more: p2pdrl status --api {self._fleet.members[0].address}"
+        hint = f"more: p2pdrl status {self._reach}"
         if self._signals:
             hint = f"leaving, {len(self._fleet.running())} to go; Ctrl-C again ends them at once"
         return Group(view, Text(f"\n{hint}", style="dim"))
@@ -316,8 +519,11 @@ class _Run:
         """End with 1 when a node did.
 
         Raises:
-            WorkerError: names the nodes that failed, and the last words of the first.
+            WorkerError: names the nodes that failed, and the last words of the first; or says why they were
+                ended.
         """
+        if self._trouble:
+            raise WorkerError(self._trouble)
         failed = [member for member in self._fleet.members if member.exit_code != 0]
         if not failed:
             return
