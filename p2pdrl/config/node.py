@@ -243,6 +243,8 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     tensorboard_dir: str | None = None
     """Folder for TensorBoard event files, in place of ``tensorboard`` in the data folder; setting it has them
     written."""
+    opentelemetry: bool = False
+    """Write each round as a span, to where the ``OTEL_…`` variables say; wants the ``otel`` extra."""
 
 
 class DebugConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -23,6 +23,7 @@ from typing import Any, TypeVar, cast, get_args
 
 import msgspec
 
+import p2pdrl
 from p2pdrl.clock import SystemClock
 from p2pdrl.config.checks import role_problems
 from p2pdrl.config.environments import require_runnable
@@ -79,6 +80,7 @@ from p2pdrl.node.videos import LONGEST_S, Videos, require_video
 from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
 from p2pdrl.strategies.protocol import ROUTES
 from p2pdrl.telemetry import logging as telemetry_logging
+from p2pdrl.telemetry.tracing import RoundTracer, open_tracer
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, RouteRoles
 
 __all__ = ["SHUTDOWN_S", "Node", "run", "shutdown"]
@@ -205,7 +207,9 @@ class Node:
                 self._config.node.log, Path(context.data_dir), self._clock, self._events
             )
             stack.push_async_callback(self._writers.close)
-            self._meters = Meters(context, self._reporter, self._writers)
+            self._meters = Meters(
+                context, self._reporter, self._writers, self._open_tracer(stack, context)
+            )
             context.lag = LoopLagMonitor(on_sample=self._meters.registry.observe_loop_lag)
             self._admission.founded_at = lambda: self._follower.founded_at
             opened.view.attach(context, self._reporter, self._meters, self._follower, self.set_roles)
@@ -244,6 +248,18 @@ class Node:
         if self._member is not None:
             fitted = self._member.fitted(node)
             self._config = msgspec.structs.replace(self._config, node=fitted)
+
+    def _open_tracer(self, stack: AsyncExitStack, context: NodeContext) -> RoundTracer | None:
+        if not self._config.node.log.opentelemetry:
+            return None
+        resource = {
+            "service.instance.id": context.node_id,
+            "service.version": p2pdrl.__version__,
+            "p2pdrl.node": context.name_of(context.node_id),
+        }
+        tracer = open_tracer(self._clock, resource)
+        stack.push_async_callback(asyncio.to_thread, tracer.close)
+        return tracer
 
     def _catch_signals(self, stack: AsyncExitStack) -> None:
         loop = asyncio.get_running_loop()

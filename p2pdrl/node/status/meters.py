@@ -12,13 +12,17 @@ import msgspec
 
 import p2pdrl
 from p2pdrl.atomic import storage_error, write_atomic
+from p2pdrl.config.mode import protocol_of
+from p2pdrl.node import settings
 from p2pdrl.node.accounting.evaluations import Entry
+from p2pdrl.node.accounting.exchanges import GOOD
 from p2pdrl.node.children.run_writers import RunWriters
 from p2pdrl.node.context import NodeContext
 from p2pdrl.node.status.pipeline import pipeline_document
 from p2pdrl.node.status.reporter import StatusReporter
 from p2pdrl.strategies.protocol import RoundReport
 from p2pdrl.telemetry.metrics import Registry
+from p2pdrl.telemetry.tracing import RoundTracer, Value
 
 __all__ = ["NAME", "Meters", "summary", "write_summary"]
 
@@ -64,10 +68,17 @@ async def write_summary(context: NodeContext, reporter: StatusReporter, reason: 
 class Meters:
     """Prometheus metrics of this node, filled whenever somebody reads them; and points for writers."""
 
-    def __init__(self, context: NodeContext, reporter: StatusReporter, writer: RunWriters | None) -> None:
+    def __init__(
+        self,
+        context: NodeContext,
+        reporter: StatusReporter,
+        writer: RunWriters | None,
+        tracer: RoundTracer | None = None,
+    ) -> None:
         self._context = context
         self._reporter = reporter
         self._writer = writer
+        self._tracer = tracer
         self._written_s = float("-inf")
         self.registry = Registry(p2pdrl.__version__)
 
@@ -82,6 +93,37 @@ class Meters:
             round_trips=report.round_trips,
             staleness=report.staleness(self._context.node_id),
         )
+
+        if self._tracer is not None:
+            self._trace(self._tracer, report)
+
+    def _trace(self, tracer: RoundTracer, report: RoundReport) -> None:
+        """Write a round as a span."""
+        me, training = self._context.node_id, self._context.training
+        others = [one for one in report.merged if one.peer != me]
+        name_of = self._context.name_of
+        attributes: dict[str, Value] = {
+            "p2pdrl.outcome": report.outcome,
+            "p2pdrl.peers": [name_of(one.peer) for one in others],
+            "p2pdrl.peer_ids": [one.peer for one in others],
+            "p2pdrl.weights": [one.weight for one in others],
+            "p2pdrl.staleness": report.staleness(me),
+            "p2pdrl.missing": [name_of(node) for node in report.missing],
+            "p2pdrl.bytes_out": report.bytes_out,
+            "p2pdrl.bytes_in": report.bytes_in,
+            "p2pdrl.round_trips": report.round_trips,
+            "p2pdrl.waited_s": report.waited_s,
+            "p2pdrl.changed": report.changed,
+        }
+        strategy = "local"
+        if training is not None:
+            strategy = protocol_of(training.mode.config)
+            attributes |= {"p2pdrl.mode": training.mode.config.mode, "p2pdrl.strategy": strategy}
+            attributes |= {"p2pdrl.mode_epoch": settings.epoch_of(training.mode.epoch)}
+        if report.distance is not None:
+            attributes["p2pdrl.distance"] = report.distance
+        error = "" if report.outcome in GOOD else report.error or report.outcome
+        tracer.round(f"round {strategy}", report.seconds, attributes, error)
 
     def evaluated(self, entry: Entry) -> None:
         """Write an evaluation of the swarm's policy over the steps at which it began."""

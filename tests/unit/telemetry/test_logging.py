@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -174,6 +176,56 @@ def test_json_lines_stay_lines() -> None:
     get_logger("p2pdrl.x").info("a\nb\u2028c\x85", odd=object(), path={1, 2})
     assert len(stream.getvalue().splitlines()) == 1
     assert stream.getvalue().isascii()
+
+
+UNCAUGHT = """
+import asyncio, logging, threading
+from p2pdrl.telemetry.logging import configure, get_logger
+configure("info", "json")
+
+def fail():
+    raise RuntimeError("two\\nlines")
+
+async def lose():
+    asyncio.get_running_loop().create_task(fails())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+
+async def fails():
+    fail()
+
+try:
+    fail()
+except RuntimeError:
+    get_logger("p2pdrl.x").exception("caught")
+thread = threading.Thread(target=fail, name="a thread")
+thread.start()
+thread.join()
+asyncio.run(lose())
+try:
+    fail()
+except RuntimeError as error:
+    raise ExceptionGroup("group", [error, ValueError("another")]) from error
+"""
+
+
+def test_as_json_each_traceback_is_one_record() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", UNCAUGHT], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    records = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [record["event"].partition("\n")[0] for record in records] == [
+        "caught",
+        "an error that nobody caught ends a thread",
+        "Task exception was never retrieved",
+        "an error that nobody caught ends this process",
+    ]
+    for record in records:
+        assert "RuntimeError: two\nlines" in record["exception"]
+        assert record["level"] == "error"
+    assert records[1]["thread"] == "a thread"
+    assert "ValueError: another" in records[3]["exception"]
 
 
 def test_configuring_twice_writes_once() -> None:
