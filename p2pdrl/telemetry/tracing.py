@@ -3,7 +3,7 @@
 The SDK's own environment variables say the rest: ``OTEL_EXPORTER_OTLP_ENDPOINT`` and its headers,
 ``OTEL_SERVICE_NAME``, ``OTEL_RESOURCE_ATTRIBUTES``, ``OTEL_TRACES_SAMPLER``, ``OTEL_BSP_…``,
 ``OTEL_SDK_DISABLED``. ``OTEL_TRACES_EXPORTER`` may be ``otlp`` (over HTTP, the default), ``console``
-(standard error) or ``none``. Spans go out from a thread of the SDK: a collector that is away costs them alone.
+(standard error) or ``none``. Spans go out from a thread of the SDK: a collector that is away costs no more.
 """
 
 from __future__ import annotations
