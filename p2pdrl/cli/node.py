@@ -15,6 +15,7 @@ from p2pdrl.cli.options import config_options, split_addresses
 from p2pdrl.errors import UsageError
 
 if TYPE_CHECKING:
+    from p2pdrl.config.node import NodeConfig
     from p2pdrl.membership.invites import InviteLine
 
 __all__ = ["end_with_parent", "node"]
@@ -106,6 +107,7 @@ def node(
     """Run a node in the foreground: join the swarm and train.
 
     A newcomer needs no configuration: it takes the task from the swarm. Ctrl-C leaves the swarm properly.
+    Started by torchrun, srun or mpirun it finds the others by what these tell it.
     """
     from p2pdrl.config.environments import require_runnable
     from p2pdrl.config.loader import resolve
@@ -122,6 +124,8 @@ def node(
     flags["node.discover"] = True if _LAN in seeds else None
     flags["node.roles"] = None if roles is None else [word.strip() for word in roles.split(",")]
     resolved = resolve(files=files, sets=sets, flags=flags, environ=os.environ)
+    if launched := _launched(resolved.config.node, alone=invite is not None or _LAN in seeds):
+        resolved = resolve(files=files, sets=sets, flags=flags | launched, environ=os.environ)
     require_runnable(resolved.config.task, resolved.config)
     from p2pdrl.workers.child import made_for_good
 
@@ -129,6 +133,31 @@ def node(
         from p2pdrl.node.daemon import run
 
     raise SystemExit(run(resolved, invite))
+
+
+def _launched(given: NodeConfig, *, alone: bool) -> dict[str, Any]:
+    """What a launcher says that nobody else has: name, peers, and where to listen.
+
+    Raises:
+        UsageError: the launcher doesn't tell where the others are.
+    """
+    from p2pdrl.cli.launchers import find_launch
+
+    launch = find_launch(os.environ)
+    if launch is None or alone or (given.peers and given.listen is not None):
+        return {}
+    if not given.peers and not launch.peers:
+        raise UsageError(
+            f"{launch.launcher} doesn't tell where rank 0 runs: set MASTER_ADDR, or give --peers HOST:PORT"
+        )
+    peers = list(given.peers) or list(launch.peers)
+    listen = launch.listen if given.listen is None else given.listen
+    rank = f"rank {launch.rank} of {launch.count}"
+    click.echo(
+        f"{launch.launcher} started this node as {rank}: it listens at {listen} and joins {', '.join(peers)}",
+        err=True,
+    )
+    return {"node.name": given.name or launch.name, "node.peers": peers, "node.listen": listen}
 
 
 def _invite(line: str | None, file: str | None) -> InviteLine | None:

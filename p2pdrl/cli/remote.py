@@ -30,7 +30,7 @@ from p2pdrl.library.node_process import NodeProcess
 from p2pdrl.transport.dial import is_loopback
 from p2pdrl.transport.protocol import Address
 
-__all__ = ["Host", "RemoteFleet", "Ssh", "check_hosts", "end_nodes", "files_to_send", "parse_hosts"]
+__all__ = ["RemoteFleet", "Ssh", "SshHost", "check_hosts", "end_nodes", "files_to_send", "parse_hosts"]
 
 _CONNECT_S = 10
 _OPTIONS = (
@@ -129,7 +129,7 @@ _NOWHERE = Address("", 0)
 
 
 @dataclass(frozen=True)
-class Host:
+class SshHost:
     """One machine.
 
     Attributes:
@@ -145,13 +145,13 @@ class Host:
     address: Address = _NOWHERE
 
 
-def parse_hosts(texts: Sequence[str]) -> list[Host]:
+def parse_hosts(texts: Sequence[str]) -> list[SshHost]:
     """Read ``a,b,user@c:2222``; each host's node is named after it.
 
     Raises:
         UsageError: one isn't written so.
     """
-    hosts: list[Host] = []
+    hosts: list[SshHost] = []
     for text in (part.strip() for one in texts for part in one.split(",")):
         if not text:
             continue
@@ -162,7 +162,7 @@ def parse_hosts(texts: Sequence[str]) -> list[Host]:
             raise UsageError(f"{text[:80]!r} is no host: write NAME, USER@NAME or USER@NAME:SSH_PORT")
         plain = re.sub(r"[^A-Za-z0-9._-]", "-", target.rpartition("@")[2].strip("[]"))
         same = sum(re.sub(r"~[0-9]+$", "", host.name) == plain for host in hosts)
-        hosts.append(Host(target, port, f"{plain}~{same + 1}" if same else plain))
+        hosts.append(SshHost(target, port, f"{plain}~{same + 1}" if same else plain))
     if not hosts:
         raise UsageError("--hosts names no host: write --hosts a,b,user@c:2222")
     return hosts
@@ -187,13 +187,15 @@ class Ssh:
         """Whether somebody has named the folder, and what is there stays."""
         return self.folder != _FOLDER
 
-    def command(self, host: Host, *options: str, remote: Sequence[str] = ()) -> list[str]:
+    def command(self, host: SshHost, *options: str, remote: Sequence[str] = ()) -> list[str]:
         """The command line; what the host's shell gets is quoted."""
         words = ["ssh", "-T", *(part for option in (*self.options, *_OPTIONS) for part in ("-o", option))]
         words += [] if host.ssh_port is None else ["-p", str(host.ssh_port)]
         return [*words, *options, "--", host.target, *([shlex.join(remote)] if remote else [])]
 
-    def run(self, host: Host, *remote: str, within_s: float = _COMMAND_S) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, host: SshHost, *remote: str, within_s: float = _COMMAND_S
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command there.
 
         Raises:
@@ -204,7 +206,7 @@ class Ssh:
             raise WorkerError(_unreachable(host, done.stderr))
         return done
 
-    def resolved(self, host: Host, port: int) -> Host:
+    def resolved(self, host: SshHost, port: int) -> SshHost:
         """``host`` with the address at which other nodes reach its node: the name that ssh would dial."""
         done = _run(self.command(host, "-G"), host, _COMMAND_S)
         words = (line.split(maxsplit=1) for line in done.stdout.splitlines())
@@ -214,7 +216,7 @@ class Ssh:
         return replace(host, address=Address(named, port))
 
 
-def _run(command: list[str], host: Host, within_s: float) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], host: SshHost, within_s: float) -> subprocess.CompletedProcess[str]:
     try:
         # Only ssh itself: what goes through the host's shell is quoted.
         return subprocess.run(  # noqa: S603
@@ -227,7 +229,7 @@ def _run(command: list[str], host: Host, within_s: float) -> subprocess.Complete
         raise WorkerError(f"{host.target} didn't answer within {within_s:g} s") from None
 
 
-def _unreachable(host: Host, said: str) -> str:
+def _unreachable(host: SshHost, said: str) -> str:
     """What it means that ssh failed."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     why = clean(lines[-1] if lines else "ssh gives no reason", 200)
@@ -236,14 +238,14 @@ def _unreachable(host: Host, said: str) -> str:
     return f"{host.target} can't be reached by ssh ({why}): {hint}"
 
 
-def check_hosts(hosts: Sequence[Host], ssh: Ssh, base_port: int, *, any_release: bool) -> list[Host]:
+def check_hosts(hosts: Sequence[SshHost], ssh: Ssh, base_port: int, *, any_release: bool) -> list[SshHost]:
     """See that every host can be reached and has p2pdrl, of the same release as here; return where they are.
 
     Raises:
         WorkerError: what is wrong, host by host.
     """
 
-    def check(host: Host) -> str:
+    def check(host: SshHost) -> str:
         done = ssh.run(host, *ssh.program, "--version")
         said = clean((done.stderr.strip() or done.stdout.strip()).rpartition("\n")[2], 200)
         called = shlex.join(ssh.program)
@@ -262,7 +264,7 @@ def check_hosts(hosts: Sequence[Host], ssh: Ssh, base_port: int, *, any_release:
             )
         return ""
 
-    def checked(host: Host) -> tuple[Host, str]:
+    def checked(host: SshHost) -> tuple[SshHost, str]:
         try:
             return ssh.resolved(host, base_port), check(host)
         except WorkerError as error:
@@ -280,7 +282,7 @@ def _is_here(name: str) -> bool:
     return name == "localhost" or is_loopback(name)
 
 
-def _with_ports(hosts: Sequence[Host]) -> list[Host]:
+def _with_ports(hosts: Sequence[SshHost]) -> list[SshHost]:
     """Give each host on the same machine a port of its own, as far as names tell."""
     taken: Counter[tuple[str, int]] = Counter()
     placed = []
@@ -342,7 +344,7 @@ class RemoteFleet(Fleet):
         arguments: Sequence[str],
         roles: Sequence[str] = (),
         *,
-        hosts: Sequence[Host],
+        hosts: Sequence[SshHost],
         ssh: Ssh,
         files: dict[str, bytes],
         swarm_key: bytes,
@@ -361,7 +363,7 @@ class RemoteFleet(Fleet):
         return self._stays and self._assembled
 
     @property
-    def hosts(self) -> list[Host]:
+    def hosts(self) -> list[SshHost]:
         """Where the nodes are."""
         return list(self._hosts)
 
@@ -490,13 +492,13 @@ def files_to_send(key_file: Path, configs: Sequence[str]) -> tuple[dict[str, byt
     return files, arguments
 
 
-def end_nodes(hosts: Sequence[Host], ssh: Ssh) -> list[dict[str, Any]]:
+def end_nodes(hosts: Sequence[SshHost], ssh: Ssh) -> list[dict[str, Any]]:
     """Have the nodes of an earlier ``swarm up --hosts`` leave; return a row for each host.
 
     A row has ``host``, the ``nodes`` that left, those that had to be ``killed``, and an ``error`` or None.
     """
 
-    def end(host: Host) -> dict[str, Any]:
+    def end(host: SshHost) -> dict[str, Any]:
         row: dict[str, Any] = {"host": host.target, "nodes": [], "killed": [], "error": None}
         try:
             done = ssh.run(host, "sh", "-c", _END, "sh", ssh.folder, within_s=_END_S)

@@ -14,6 +14,7 @@ from p2pdrl.node.context import NodeContext
 from p2pdrl.node.status.meters import Meters
 from p2pdrl.node.status.reporter import StatusReporter
 from p2pdrl.node.status.view import ApiView
+from p2pdrl.strategies.protocol import Merged, RoundReport
 from p2pdrl.workers.protocol import Crashed
 
 from ..signing import counted, node_id, said, tracker_of
@@ -30,7 +31,7 @@ ROW = (
     "name id address state state_reason incarnation rtt_s last_seen_s policy_version env_steps steps_per_s "
     "mean_return episodes_in_window staleness bytes_in bytes_out consensus_distance loop_lag_s rss_bytes "
     "healthy reasons device learner_restarts report_age_s self training_state mode_epoch strategy role "
-    "trains collects stage bubble roles reach relays quarantined pull_weight"
+    "trains collects stage bubble roles reach relays quarantined pull_weight release protocols"
 )
 STATUS_KEYS, ROW_KEYS = set(STATUS.split()), set(ROW.split())
 B, C, D, E, F, G = map(node_id, range(11, 17))
@@ -269,6 +270,30 @@ async def test_scalars_are_written_every_five_seconds(figures, full, clock):
     values = writer.written[0][1]
     assert values["train/loss"] == 0.5
     assert "swarm/mean_return" not in values
+
+
+class FakeTracer:
+    def __init__(self) -> None:
+        self.rounds: list[tuple] = []
+
+    def round(self, *told) -> None:
+        self.rounds.append(told)
+
+
+async def test_each_round_is_traced(figures, full, clock):
+    tracer = FakeTracer()
+    meters = Meters(full, figures, None, tracer)
+    other = full.membership.members()[-1]
+    merged = (Merged(full.node_id, 0.5), Merged(other.id, 0.5, 3))
+    meters.round(RoundReport("ok", merged, seconds=0.2, bytes_in=7, bytes_out=8))
+    meters.round(RoundReport("timeout", missing=(other.id,), seconds=2.0, error="no answer"))
+    (name, seconds, good, nothing), (_, _, bad, error) = tracer.rounds
+    assert name.startswith("round ")
+    assert (seconds, nothing, error) == (0.2, "", "no answer")
+    assert good["p2pdrl.peers"] == [other.name]
+    assert (good["p2pdrl.staleness"], good["p2pdrl.weights"]) == ([3], [0.5])
+    assert (good["p2pdrl.bytes_in"], good["p2pdrl.bytes_out"], good["p2pdrl.outcome"]) == (7, 8, "ok")
+    assert bad["p2pdrl.missing"] == [other.name]
 
 
 async def test_the_view_before_and_after_the_parts_are_there(figures, full, events, training):
