@@ -1,10 +1,11 @@
-"""What the page costs with many members: CPU seconds of the browser that shows it, and of a daemon that serves it.
+"""What the page costs with many members: the browser that shows it, and a daemon that serves it.
 
     python scripts/bench_page.py --members 100 --seconds 30
 
-The daemon is a real one that trains slowly among members that are real to it: each is a membership over HTTP in one
-other process, and tells a report of itself, with figures that change, every few seconds. The browser is a headless
-Chromium, whose processes are counted all together. Both are measured without the page first, then with it.
+The daemon is a real one that trains slowly among members that are real to it: each is a membership over
+HTTP in one other process, and tells a report of itself, with figures that change, every few seconds. The
+browser is a headless Chromium, whose processes are counted all together. What is printed are CPU seconds
+a second, of both without the page first, then with it.
 """
 
 from __future__ import annotations
