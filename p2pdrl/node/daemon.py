@@ -207,9 +207,7 @@ class Node:
                 self._config.node.log, Path(context.data_dir), self._clock, self._events
             )
             stack.push_async_callback(self._writers.close)
-            self._meters = Meters(
-                context, self._reporter, self._writers, self._open_tracer(stack, context)
-            )
+            self._meters = Meters(context, self._reporter, self._writers, self._open_tracer(stack, context))
             context.lag = LoopLagMonitor(on_sample=self._meters.registry.observe_loop_lag)
             self._admission.founded_at = lambda: self._follower.founded_at
             opened.view.attach(context, self._reporter, self._meters, self._follower, self.set_roles)
