@@ -127,6 +127,13 @@ def use_mlflow() -> str:
     return f"{len(runs[0].data.metrics)} figures of {len(runs)} runs"
 
 
+def use_otel() -> str:
+    """Have a node print the spans of its rounds."""
+    os.environ |= {"OTEL_TRACES_EXPORTER": "console", "OTEL_SERVICE_NAME": "check"}
+    told = train("--set", "node.log.opentelemetry=true")
+    return f"a node that traces its rounds trained ({told.count('trace_id')} spans: it was alone)"
+
+
 def use_sweep() -> str:
     """Search two settings by one short training each."""
     choice = "task.algorithm.learning_rate=choice(0.001, 0.003)"

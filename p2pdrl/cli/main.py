@@ -27,7 +27,7 @@ __all__ = ["COMMANDS", "LazyGroup", "cli", "main", "run_command"]
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "node": ("p2pdrl.cli.node:node", "Run a node in the foreground: join the swarm and train."),
-    "swarm": ("p2pdrl.cli.swarm:swarm", "Run a whole swarm on this machine."),
+    "swarm": ("p2pdrl.cli.swarm:swarm", "Run a whole swarm, on this machine or on several by ssh."),
     "sweep": (
         "p2pdrl.cli.sweep:sweep",
         "Search settings over many trainings on this machine.",

@@ -12,7 +12,7 @@ from p2pdrl.cli.main import LazyGroup, cli
 ALONE = {
     "node", "swarm up", "doctor", "pipeline plan", "keygen", "key rotate", "key show", "presets",
     "presets show", "config show", "config validate", "config init", "config presets",
-    "config presets show", "completion", "sweep",
+    "config presets show", "completion", "sweep", "swarm down",
 }  # fmt: skip
 """Commands that talk to no running node, or to peers by other options."""
 NO_JSON = {"node", "completion", "config init"}

@@ -205,7 +205,8 @@ TABLES = {
 LINES = {
     "node", "wait", "pause", "resume", "halt", "checkpoint", "leave", "export", "keygen", "completion",
     "invite", "mode set", "roles set", "stop set", "pipeline trace", "invite revoke", "peers ban",
-    "peers unban", "operators add", "operators remove", "config show", "config validate", "config init",
+    "swarm down", "peers unban", "operators add", "operators remove", "config show", "config validate",
+    "config init",
 }  # fmt: skip
 """Commands that print a line, a log, a script or a file."""
 
