@@ -59,7 +59,7 @@ from p2pdrl.node.events import EventLog
 from p2pdrl.node.experience import messages as experience
 from p2pdrl.node.inference import Inference
 from p2pdrl.node.looplag import LoopLagMonitor
-from p2pdrl.node.memory_watch import watch_memory
+from p2pdrl.node.memory_watch import give_back_memory, watch_memory
 from p2pdrl.node.port_mapping import PortMapping
 from p2pdrl.node.record_follower import RecordFollower
 from p2pdrl.node.service_manager import ServiceManager
@@ -306,6 +306,7 @@ class Node:
             jobs.append(group.create_task(self._writers.watch(), name="writers"))
             context.gossip = self._make_gossip()
             jobs.append(group.create_task(context.gossip.run(), name="gossip"))
+            jobs.append(group.create_task(give_back_memory(), name="memory"))
             if most_nbytes := self._config.node.limits.memory_bytes:
                 files = not self._config.node.learner.replay_on_disk
                 watching = watch_memory(most_nbytes, self._events, files=files)

@@ -11,7 +11,7 @@ import pytest
 from p2pdrl.clock import ManualClock
 from p2pdrl.errors import LimitError
 from p2pdrl.node.events import EventLog
-from p2pdrl.node.memory_watch import MemoryWatch, ProcessMemory, memory_of_node, size, watch_memory
+from p2pdrl.node.memory_watch import MemoryWatch, ProcessMemory, memory_of_node, size, trimmer, watch_memory
 
 MB = 1_000_000
 
@@ -79,3 +79,22 @@ async def test_the_watch_ends_with_the_error():
     events = EventLog(10, ManualClock())
     with pytest.raises(LimitError, match="the most of it the daemon"):
         await watch_memory(1000, events)
+
+
+FRAGMENTED = """
+import psutil
+from p2pdrl.node.memory_watch import trimmer
+trim = trimmer()
+held = [bytes(3000) for _ in range(30_000)]
+kept = held[-1]  # lies at the top of the heap, so that what is below can't be given back by itself
+del held
+before = psutil.Process().memory_info().rss
+trim()
+print(before - psutil.Process().memory_info().rss)
+"""
+
+
+@pytest.mark.skipif(trimmer() is None, reason="this system's C library has no malloc_trim")
+def test_what_the_heap_no_longer_needs_goes_back_to_the_system():
+    given_back = subprocess.check_output([sys.executable, "-c", FRAGMENTED], text=True)
+    assert int(given_back) > 50_000_000
