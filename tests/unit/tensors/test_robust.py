@@ -53,7 +53,7 @@ def test_trimmed_is_the_mean_of_the_middle(vectors: np.ndarray, trim: float) -> 
 def naive_clipped(vectors: np.ndarray, weights: list[float], clip: float) -> np.ndarray:
     """The definition, in float64, without inner products."""
     doubles, count = vectors.astype(float), len(vectors)
-    most = 2.0 * sorted(weights)[(count - 1) // 2]
+    most = sorted(weights)[(count - 1) // 2]
     shares = np.minimum(weights, most)
     shares /= shares.sum()
     if count < 3:
@@ -117,7 +117,7 @@ def test_one_bad_node_moves_the_clipped_mean_by_no_more_than_a_bounded_weight_ti
     vectors[3] = bad
     moved = np.linalg.norm(combined(vectors, [1, 1, 1, weight], mixing="clipped").astype(float) - without)
     apart = np.linalg.norm(vectors[0].astype(float) - vectors[1])  # as all pairs of honest ones, nearly
-    share = min(weight, 2.0) / (3.0 + min(weight, 2.0))
+    share = min(weight, 1.0) / (3.0 + min(weight, 1.0))
     assert moved <= share * (2.0 + 1.0) * apart * 1.01
 
 
