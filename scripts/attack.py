@@ -1015,14 +1015,22 @@ async def _usurp(siege: Siege) -> None:
         await asyncio.sleep(1.5)  # a round, in which the claim is judged
 
 
-@row("trust", "64 made-up keys of settings", "member", "400")
+@row(
+    "trust",
+    "64 made-up keys of settings",
+    "member",
+    "passed over: a later release may have them",
+    counts=False,
+)
 async def _junk_keys(siege: Siege) -> None:
     async with Member(siege) as member:
         for number in range(64):
             junk = member.setting(f"junk{number}", {"a": 1}, 1)
-            siege.expect(
-                await member.send("swim/gossip", member.gossip(junk)), 400, what=f"the key junk{number}"
-            )
+            answer = await member.send("swim/gossip", member.gossip(junk))
+            siege.expect(answer, 200, 400, what=f"the key junk{number}")
+        for node in siege.nodes:
+            keys = {one["key"] for one in node.client.get("/v1/records")["records"]}
+            siege.demand(not any(key.startswith("junk") for key in keys), f"{node.name} holds {keys}")
 
 
 class Forger:
@@ -1242,7 +1250,9 @@ async def play(siege: Siege, one: Row) -> None:
     except TimeoutError:
         siege.failures.append("it wasn't over after 150 s")
     one.seconds, one.sent = time.monotonic() - began_s, siege.sent
-    try:
+    try:  # who was accused refutes it
+        own = frozenset(siege.ids.values())
+        await until(lambda: all(siege.state(node).members == own for node in siege.nodes), 15.0)
         for node, then, rss in zip(siege.nodes, before, memory, strict=True):
             siege.demand(node.alive, f"{node.name} ended: {siege.log(node)[-500:]}")
             now = siege.state(node)

@@ -111,7 +111,7 @@ def test_what_may_be_a_peer(text):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("7700", "neither an IP address"),
+        ("7700", "a port alone: write HOST:PORT"),
         ("300.1.1.1:7700", "neither an IP address"),
         ("10.0.0:7700", "neither an IP address"),
         ("a..b:7700", "neither an IP address"),

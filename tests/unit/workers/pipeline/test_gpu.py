@@ -68,7 +68,7 @@ def test_blocks_are_measured_once_and_memory_each_time(cuda, monkeypatch):
     monkeypatch.setattr(distributed, "is_nccl_available", lambda: True)
     measured = []
 
-    def of_one_block(_, microbatches: int) -> Blocks:
+    def of_one_block(_trainer, microbatches: int, _told) -> Blocks:
         measured.append(microbatches)
         return Blocks(microbatches, (Layer("0", 1.0, 2.0, 8, 8),), "cuda:1")
 
@@ -83,5 +83,7 @@ def test_blocks_are_measured_once_and_memory_each_time(cuda, monkeypatch):
 
 
 def test_a_policy_that_cant_be_cut_has_no_device(monkeypatch):
-    monkeypatch.setattr(measure, "_measured", lambda _, number: Blocks(number, (), "", "one block"))
+    monkeypatch.setattr(
+        measure, "_measured", lambda _trainer, number, _told: Blocks(number, (), "", "one block")
+    )
     assert measure.measured(None, Measure(4), {}) == Blocks(4, (), "", "one block")
