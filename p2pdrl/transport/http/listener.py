@@ -511,8 +511,21 @@ async def _client_hello(sock: socket.socket) -> None:
         if len(seen) >= _RECORD_HEAD and len(seen) >= min(
             _RECORD_HEAD + int.from_bytes(seen[3:5], "big"), _LONGEST_HELLO
         ):
-            return
+            break
         await asyncio.sleep(_LOOK_AGAIN_S)
+    if _hung_up(sock):
+        raise ConnectionResetError("the caller went away")
+
+
+def _hung_up(sock: socket.socket) -> bool:
+    """Whether the caller has closed its end already, behind what it sent, where the system tells (Linux).
+
+    When a machine was frozen, all whose calls ran out of time meanwhile are still in line: a hundred at once.
+    """
+    try:
+        return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in _CLOSED
+    except (AttributeError, OSError):  # not there; or the socket isn't one of TCP
+        return False
 
 
 def _settle(future: asyncio.Future[None]) -> None:
@@ -520,6 +533,8 @@ def _settle(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
+_CLOSED = frozenset({7, 8})
+"""TCP_CLOSE and TCP_CLOSE_WAIT, the first byte of ``struct tcp_info`` (``linux/tcp.h``)."""
 _STARVED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _ACCEPTED_AT_ONCE = 8
 """Few, so that a crowd can't push a member's connection out between two turns of its handshake."""

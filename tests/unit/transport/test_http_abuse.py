@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import socket
 import ssl
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -266,6 +268,16 @@ def client_hello() -> bytes:
     with pytest.raises(ssl.SSLWantReadError):
         connection.do_handshake()
     return sent.read()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells that a caller has hung up")
+async def test_who_hung_up_while_we_were_frozen_costs_no_handshake(patient: Served) -> None:
+    for _ in range(20):  # nothing runs here meanwhile
+        with socket.create_connection((patient.address.host, patient.address.port)) as caller:
+            caller.sendall(client_hello())
+    assert (await patient.send(patient.request(b"ok")))[0] == 200
+    await until(lambda: patient.listener.connections == 0)
+    assert patient.transport.counters.failed_handshakes == 0
 
 
 SLOW: dict[str, tuple[Tls, Send]] = {
