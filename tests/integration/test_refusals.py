@@ -67,8 +67,9 @@ def test_a_second_node_takes_the_next_port_and_folder(tmp_path):
         port = [int(re.search(r"listens on 127\.0\.0\.1:(\d+)", log.read_text())[1]) for log in logs]
         if port[0] != 7700:
             pytest.skip("another program has port 7700")
-        assert port[1] == 7701
-        assert "port 7700 is taken; this node takes 7701" in logs[1].read_text()
+        # The next free one: a test beside this one may hold 7701.
+        assert 7700 < port[1] < 7710
+        assert f"port 7700 is taken; this node takes {port[1]}" in logs[1].read_text()
         assert f"this node takes {tmp_path}/node-2" in logs[1].read_text()
     finally:
         for node in nodes:
