@@ -13,6 +13,7 @@ as long as swarms are upgraded from there. Of options, see `config.fields`.
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ class ProtocolRange(NamedTuple):
     newest: int
 
     @classmethod
+    @functools.lru_cache(256)
     def parse(cls, text: str) -> ProtocolRange | None:
         """Read what `wire` wrote; None when it isn't a range."""
         found = _RANGE.fullmatch(text)

@@ -1,15 +1,16 @@
-"""Install the wheel with each optional extra of its own, and use that extra once.
+"""Install the wheel in empty environments: with every Python there is, then with each optional extra.
 
     make test-extras
-    python scripts/check_extras.py video onnx
+    python scripts/check_extras.py video onnx python3.12
 
-One environment gets the wheel and what it needs, under constraints.txt; each extra then gets an environment
-of its own on top of that, so that no extra lives by what another brought. Nothing is imported from the
-checkout, but ``ray``, ``plots``, ``bench`` and ``docs`` use its scripts and pages, as their extras are for.
+Each Python gets an environment with the wheel and what it needs, under constraints.txt. Each extra gets one
+of its own on top of that of the Python that runs this, so that no extra lives by what another brought.
+Nothing is imported from the checkout, but ``ray``, ``plots``, ``bench`` and ``docs`` use its scripts and
+pages, as their extras are for.
 
 Prints a line per extra as it goes, on standard error, and a table at the end: ok, fail or skip, how long it
-took, what it weighs, and why. What the package index doesn't have is skipped. The exit code is 1 if one
-fails.
+took, what it weighs, and why. What the package index doesn't have is skipped, and Pythons that aren't on the
+path. The exit code is 1 if one fails.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import sys
 import tempfile
 import time
 import tomllib
-import venv
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,8 @@ NO_INDEX = (
     "Network is unreachable",
 )  # fmt: skip
 """What pip says where an index lacks a package, or there is no index."""
+PYTHONS = ("python3.11", "python3.12", "python3.13")
+"""Those that pyproject.toml promises."""
 
 
 # What follows runs in the environment of one extra, in an empty folder.
@@ -128,10 +130,17 @@ def use_mlflow() -> str:
 
 
 def use_otel() -> str:
-    """Have a node print the spans of its rounds."""
+    """Have two nodes print the spans of their rounds."""
     os.environ |= {"OTEL_TRACES_EXPORTER": "console", "OTEL_SERVICE_NAME": "check"}
-    told = train("--set", "node.log.opentelemetry=true")
-    return f"a node that traces its rounds trained ({told.count('trace_id')} spans: it was alone)"
+    p2pdrl(
+        "swarm", "up", "2", "--config", "cartpole", "--data-root", "swarm", "--base-port", "17900",
+        "--set", "task.stop.env_steps=40000", "--set", "task.evaluation.every=0",
+        "--set", "node.log.opentelemetry=true",
+    )  # fmt: skip
+    spans = sum(path.read_text().count("trace_id") for path in Path("swarm").rglob("*.log"))
+    if not spans:
+        sys.exit("two nodes that averaged printed no span")
+    return f"two nodes printed {spans} spans of their rounds"
 
 
 def use_sweep() -> str:
@@ -195,6 +204,15 @@ def use_nat() -> str:
     log = train("--set", "node.port_mapping=true")
     told = next((line for line in log.splitlines() if "router" in line or "port_mapping" in line), "")
     return f"a node asked and trained: {told.strip()[-90:]}" if told else "a node with it trained"
+
+
+def try_wheel() -> str:
+    """Train with nothing but the wheel; load what came of it, and have it act."""
+    import p2pdrl as library
+
+    policy = library.load(checkpoint())
+    action = policy.act([[0.0, 0.0, 0.05, 0.0]] * 3, deterministic=True)
+    return f"Python {sys.version.split()[0]}: a node trained, and its policy acts ({list(action)})"
 
 
 def use_plots() -> str:
@@ -270,10 +288,10 @@ def use_mujoco() -> str:
     return steps("Hopper-v5")
 
 
-USES: dict[str, Callable[[], str]] = {
+USES: dict[str, Callable[[], str]] = dict.fromkeys(PYTHONS, try_wheel) | {
     name.removeprefix("use_"): use for name, use in list(globals().items()) if name.startswith("use_")
 }
-"""By extra: what tries it, and says what it did."""
+"""By Python and by extra: what tries it, and says what it did."""
 
 
 # What follows runs in the contributor's own environment.
@@ -281,9 +299,9 @@ USES: dict[str, Callable[[], str]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """How it went with one extra."""
+    """How it went with one extra, or one Python."""
 
-    extra: str
+    name: str
     result: str
     seconds: float
     megabytes: float
@@ -296,9 +314,9 @@ def declared() -> list[str]:
         return list(tomllib.load(file)["project"]["optional-dependencies"])
 
 
-def make_environment(folder: Path, beneath: Path | None = None) -> Path:
-    """Make one, that sees the packages of another; return its Python."""
-    venv.create(folder, with_pip=True, symlinks=True)
+def make_environment(folder: Path, beneath: Path | None = None, interpreter: str = sys.executable) -> Path:
+    """Make one of an interpreter, that sees the packages of another; return its Python."""
+    subprocess.run([interpreter, "-m", "venv", str(folder)], check=True, timeout=INSTALL_S)
     python = folder / "bin" / "python"
     if beneath is not None:
         (site_packages(folder) / "beneath.pth").write_text(f"{site_packages(beneath)}\n")
@@ -333,17 +351,28 @@ def build_wheel(into: Path) -> Path:
     return next(into.glob("*.whl"))
 
 
-def check(extra: str, base: Path, wheels: Path, folder: Path) -> Outcome:
-    """Install one extra on top of the base, and use it."""
+def is_there(interpreter: str) -> bool:
+    """Whether a Python is on the path, and runs (a shim may be of a version that isn't installed)."""
+    try:
+        return subprocess.run([interpreter, "--version"], capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def check(name: str, base: Path, wheels: Path, folder: Path) -> Outcome:
+    """Install one extra on top of the base, or the wheel alone with another Python, and use it."""
     began_s = time.monotonic()
-    python = make_environment(folder, base)
+    if name in PYTHONS and not is_there(name):
+        return Outcome(name, "skip", 0.0, 0.0, "it isn't on the path")
+    python = make_environment(folder, interpreter=name) if name in PYTHONS else make_environment(folder, base)
+    what = "p2pdrl" if name in PYTHONS else f"p2pdrl[{name}]"
     bare_mb = weight_mb(folder)
 
     def outcome(result: str, why: str) -> Outcome:
         seconds = time.monotonic() - began_s
-        return Outcome(extra, result, seconds, max(0.0, weight_mb(folder) - bare_mb), why)
+        return Outcome(name, result, seconds, max(0.0, weight_mb(folder) - bare_mb), why)
 
-    complaint = install(python, "--find-links", str(wheels), f"p2pdrl[{extra}]")
+    complaint = install(python, "--find-links", str(wheels), what)
     if complaint:
         last = complaint.splitlines()[-1]
         return outcome("skip" if any(word in complaint for word in NO_INDEX) else "fail", last)
@@ -352,7 +381,7 @@ def check(extra: str, base: Path, wheels: Path, folder: Path) -> Outcome:
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("P2PDRL_", "PYTHON"))}
     clean |= {"P2PDRL_DATA_ROOT": str(place / "data"), "SDL_VIDEODRIVER": "dummy", "MPLBACKEND": "Agg"}
     clean |= {"PATH": f"{python.parent}{os.pathsep}{clean.get('PATH', '')}"}
-    command = [str(python), str(Path(__file__).resolve()), "--use", extra]
+    command = [str(python), str(Path(__file__).resolve()), "--use", name]
     try:
         done = subprocess.run(
             command, cwd=place, env=clean, capture_output=True, text=True, check=False, timeout=2 * USE_S
@@ -363,7 +392,7 @@ def check(extra: str, base: Path, wheels: Path, folder: Path) -> Outcome:
     return outcome("fail" if done.returncode else "ok", words[-1] if words else f"exit {done.returncode}")
 
 
-def check_all(extras: list[str], keep: Path | None) -> list[Outcome]:
+def check_all(names: list[str], keep: Path | None) -> list[Outcome]:
     """Check one after the other; environments are removed as it goes, unless they are to be kept."""
     with tempfile.TemporaryDirectory(prefix="p2pdrl-extras-", ignore_cleanup_errors=True) as temporary:
         root = keep or Path(temporary)
@@ -375,30 +404,30 @@ def check_all(extras: list[str], keep: Path | None) -> list[Outcome]:
         if complaint:
             sys.exit(f"the wheel can't be installed: {complaint[-600:]}")
         outcomes = []
-        for extra in extras:
-            print(f"{extra} …", file=sys.stderr, flush=True)
-            outcomes.append(check(extra, base, wheels, root / extra))
-            print(f"{extra}: {outcomes[-1].result}, {outcomes[-1].why}", file=sys.stderr, flush=True)
+        for name in names:
+            print(f"{name} …", file=sys.stderr, flush=True)
+            outcomes.append(check(name, base, wheels, root / name))
+            print(f"{name}: {outcomes[-1].result}, {outcomes[-1].why}", file=sys.stderr, flush=True)
             if keep is None:
-                shutil.rmtree(root / extra, ignore_errors=True)
+                shutil.rmtree(root / name, ignore_errors=True)
         return outcomes
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """One line an extra."""
-    wide = max(len("extra"), *(len(one.extra) for one in outcomes))
+    """One line each."""
+    wide = max(len("extra"), *(len(one.name) for one in outcomes))
     lines = [f"{'extra':<{wide}}  result  seconds      MB  what happened"]
     lines += [
-        f"{one.extra:<{wide}}  {one.result:<6}  {one.seconds:>7.0f}  {one.megabytes:>6.0f}  {one.why[:160]}"
+        f"{one.name:<{wide}}  {one.result:<6}  {one.seconds:>7.0f}  {one.megabytes:>6.0f}  {one.why[:160]}"
         for one in outcomes
     ]
     return "\n".join(lines)
 
 
 def main() -> int:
-    """Check the extras that are named, or all."""
+    """Check the extras and Pythons that are named, or all."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("extras", nargs="*", help="names of pyproject.toml; without any all of them")
+    parser.add_argument("extras", nargs="*", help="names of pyproject.toml, or python3.12; without any all")
     parser.add_argument("--keep", type=Path, help="make the environments in this folder, and keep them")
     parser.add_argument("--use", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -406,17 +435,17 @@ def main() -> int:
         sys.path.remove(str(Path(__file__).resolve().parent))
         print(USES[arguments.use]())
         return 0
-    names = declared()
-    unknown = sorted(set(arguments.extras) - set(names))
+    every = [*PYTHONS, *declared()]
+    unknown = sorted(set(arguments.extras) - set(every))
     if unknown:
-        parser.error(f"pyproject.toml has no extra {', '.join(unknown)}; it has {', '.join(names)}")
-    extras = arguments.extras or names
-    untried = sorted(set(extras) - USES.keys())
+        parser.error(f"pyproject.toml has no extra {', '.join(unknown)}; there are {', '.join(every)}")
+    names = arguments.extras or every
+    untried = sorted(set(names) - USES.keys())
     if untried:
         sys.exit(f"nothing here tries {', '.join(untried)}: write a function use_{untried[0]}")
     if arguments.keep is not None:
         arguments.keep.mkdir(parents=True, exist_ok=True)
-    outcomes = check_all(extras, arguments.keep)
+    outcomes = check_all(names, arguments.keep)
     print(table(outcomes))
     return 1 if any(one.result == "fail" for one in outcomes) else 0
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from p2pdrl.membership.messages import Message, Welcome
 from p2pdrl.membership.records import Incarnation, SwarmRecord
 from p2pdrl.versions import ProtocolRange
@@ -42,8 +44,7 @@ EventKind = Literal["joined", "updated", "suspect", "alive", "dead", "left", "ba
 FailureKind = Literal["unreachable", "timeout", "refused", "local"]
 
 
-@dataclass(frozen=True, slots=True)
-class MemberView:
+class MemberView(msgspec.Struct, frozen=True):
     """One member as this node sees it.
 
     Attributes:

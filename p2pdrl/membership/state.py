@@ -842,8 +842,12 @@ class Membership:
 
     def members(self, now: float) -> list[MemberView]:
         """Everybody known, ourselves first, tombstones included."""
+        return [self.own_view(), *(member.view(now) for member in self.table)]
+
+    def own_view(self) -> MemberView:
+        """This node."""
         me = self.me
-        own = MemberView(
+        return MemberView(
             id=me.id,
             name=me.name,
             address=me.address,
@@ -858,7 +862,6 @@ class Membership:
             public_key=me.public_key,
             is_self=True,
         )
-        return [own, *(member.view(now) for member in self.table)]
 
     def member(self, node_id: str, now: float) -> MemberView | None:
         """One other member, or None."""

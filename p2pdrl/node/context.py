@@ -154,4 +154,5 @@ class NodeContext:
 
     def name_of(self, node: str) -> str:
         """The name that people gave a member; its id when it is unknown."""
-        return next((member.name for member in self.membership.members() if member.id == node), node)
+        member = self.membership.member(node)
+        return node if member is None else member.name

@@ -144,7 +144,9 @@ class NodeSwarmView:
         """Note that ``peer`` sent something poisoned."""
         if self.quarantine.strike(peer, self._clock.monotonic()):
             why += f"; refused for {self._quarantine_s:.0f} s"
-        self._events.emit("strike", f"{short(peer)} sent a bad vector: {why}", level="warning", peer=peer)
+        self._events.emit(
+            "strike", f"{self._words(peer)} sent a bad vector: {why}", level="warning", peer=peer
+        )
 
     def trust(self, peer: str) -> float:
         """By which the pull of ``peer`` is multiplied."""
@@ -157,7 +159,7 @@ class NodeSwarmView:
             self._events.emit(
                 "drift",
                 f"the evaluated return fell from {blame.before:.4g} to {blame.after:.4g} after exchanges "
-                f"with {short(blame.peer)}, which pulled {blame.times:.1f} times as far as others: from now "
+                f"with {self._words(blame.peer)}, which pulled {blame.times:.1f} times as far as others: from now "
                 f"on its pull counts {blame.weight:.2g}",
                 level="warning",
                 peer=blame.peer,
@@ -187,6 +189,10 @@ class NodeSwarmView:
     def name_of(self, peer: str) -> str:
         """The name that people gave a member; its id when it is unknown."""
         return self._named(peer)
+
+    def _words(self, peer: str) -> str:
+        name = self._named(peer)
+        return short(peer) if name == peer else f"{name} ({short(peer)})"
 
     def steps_since(self) -> int:
         """Environment steps that this node made since the last call."""

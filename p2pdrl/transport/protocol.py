@@ -10,6 +10,7 @@ whole.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -64,6 +65,7 @@ class Address(msgspec.Struct, frozen=True, order=True):
     port: int
 
     @classmethod
+    @functools.lru_cache(4096)
     def parse(cls, text: str, default_port: int = DEFAULT_PORT) -> Address:
         """Read ``host``, ``host:port``, ``[v6]`` or ``[v6]:port``.
 

@@ -52,8 +52,6 @@ class HealthInputs:
     """The node was told peers to join through."""
     alone_s: float = 0.0
     """For how long there has been no living peer."""
-    suspected_by: int = 0
-    """How many peers suspect this node."""
     quarantined: tuple[str, ...] = ()
     """Names of peers in quarantine for poisoned vectors."""
     adopting_s: float = 0.0
@@ -108,9 +106,6 @@ def _of_swarm(inputs: HealthInputs) -> list[str]:
         reasons.append(f"no learner has taken what its actors make for {inputs.idle_s:.0f} s")
     if inputs.mode_error is not None:
         reasons.append(f"trains alone: {inputs.mode_error}")
-    if inputs.suspected_by > 0:
-        peers = "one peer suspects" if inputs.suspected_by == 1 else f"{inputs.suspected_by} peers suspect"
-        reasons.append(f"{peers} this node: their probes get no answer in time")
     if inputs.adopting_s > ADOPTING_S:
         reasons.append(f"has been trying to take over a peer's state for {inputs.adopting_s:.0f} s")
     if inputs.return_fall:

@@ -181,7 +181,6 @@ class StatusReporter:
                 "mode_error": context.mode_error,
                 "idle_s": 0.0 if training.sender is None or not wanted else training.sender.idle_s,
             }
-        me = context.membership.members()[0]
         fall = context.evaluations.fall()
         return health.judge(
             health.HealthInputs(
@@ -189,7 +188,6 @@ class StatusReporter:
                 storage_error=None if context.checkpointer is None else context.checkpointer.error,
                 seeds_given=bool(context.config.node.peers),
                 alone_s=0.0 if context.alone_since_s is None else now_s - context.alone_since_s,
-                suspected_by=len(me.suspected_by),
                 return_fall="" if fall is None else str(fall),
                 **inputs,
             )

@@ -21,7 +21,7 @@ def script(monkeypatch):
 
 
 def test_each_extra_is_tried(script):
-    assert set(script.declared()) == set(script.USES)
+    assert {*script.declared(), *script.PYTHONS} == set(script.USES)
 
 
 def test_the_code_says_whether_one_failed(script, monkeypatch, capsys):
@@ -48,6 +48,12 @@ def test_an_unknown_extra_is_named(script, monkeypatch, capsys):
         script.main()
     assert ended.value.code == 2
     assert "no extra vidoe" in capsys.readouterr().err
+
+
+def test_a_python_that_is_not_there_is_skipped(script, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = script.check("python3.13", tmp_path, tmp_path, tmp_path / "x")
+    assert (found.result, found.why) == ("skip", "it isn't on the path")
 
 
 def test_what_the_index_lacks_is_skipped_and_what_breaks_fails(script, monkeypatch, tmp_path):

@@ -21,8 +21,6 @@ def test_the_defaults_are_well():
         (HealthInputs(loop_lag_s=1.5), "1.5 s late"),
         (HealthInputs(storage_error="the disk is full"), "the disk is full"),
         (HealthInputs(seeds_given=True, alone_s=16.0), "none of the peers"),
-        (HealthInputs(suspected_by=1), "one peer suspects"),
-        (HealthInputs(suspected_by=2), "2 peers suspect"),
         (HealthInputs(adopting_s=61.0), "take over"),
         (HealthInputs(quarantined=("bad-node",)), "bad-node"),
     ],
@@ -62,7 +60,7 @@ def test_reasons_are_bounded_and_the_gravest_come_first():
         loop_lag_s=9.0,
         seeds_given=True,
         mode_error="no port",
-        suspected_by=1,
+        adopting_s=99.0,
         quarantined=("q",),
     )
     _, reasons = judge(inputs)
