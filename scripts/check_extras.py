@@ -212,7 +212,7 @@ def try_wheel() -> str:
 
     policy = library.load(checkpoint())
     action = policy.act([[0.0, 0.0, 0.05, 0.0]] * 3, deterministic=True)
-    return f"Python {sys.version.split()[0]}: a node trained, and its policy acts ({list(action)})"
+    return f"Python {sys.version.split()[0]}: a node trained, and its policy acts ({action.tolist()})"
 
 
 def use_plots() -> str:
