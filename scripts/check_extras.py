@@ -8,6 +8,9 @@ of its own on top of that of the Python that runs this, so that no extra lives b
 Nothing is imported from the checkout, but ``ray``, ``plots``, ``bench`` and ``docs`` use its scripts and
 pages, as their extras are for.
 
+PyPI's torch for Linux brings CUDA, 5 GB for each Python; PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+has pip take the small one.
+
 Prints a line per extra as it goes, on standard error, and a table at the end: ok, fail or skip, how long it
 took, what it weighs, and why. What the package index doesn't have is skipped, and Pythons that aren't on the
 path. The exit code is 1 if one fails.

@@ -159,8 +159,8 @@ class NodeSwarmView:
             self._events.emit(
                 "drift",
                 f"the evaluated return fell from {blame.before:.4g} to {blame.after:.4g} after exchanges "
-                f"with {self._words(blame.peer)}, which pulled {blame.times:.1f} times as far as others: from "
-                f"now on its pull counts {blame.weight:.2g}",
+                f"with {self._words(blame.peer)}, which pulled {blame.times:.1f} times as far as others: "
+                f"from now on its pull counts {blame.weight:.2g}",
                 level="warning",
                 peer=blame.peer,
                 weight=blame.weight,
