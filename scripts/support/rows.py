@@ -43,11 +43,10 @@ class Rows:
 
 def commit() -> str:
     """Return the commit of what is run; ``-dirty`` where that differs, not where results do."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    sources = ["git", "diff", "--quiet", "HEAD", "--", "p2pdrl", "config", "scripts"]
-    changed = subprocess.run(sources, check=False).returncode != 0
+    git = ["git", "-C", str(Path(__file__).resolve().parents[2])]
+    done = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    sources = [*git, "diff", "--quiet", "HEAD", "--", "p2pdrl", "config", "scripts"]
+    changed = subprocess.run(sources, capture_output=True, check=False).returncode != 0
     return done.stdout.strip() + "-dirty" * changed or "unknown"
 
 

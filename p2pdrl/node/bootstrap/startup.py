@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import psutil
 from aiohttp import web
 
 import p2pdrl
@@ -92,10 +93,22 @@ def _can_be_host(host: str) -> bool:
     return ":" in host or all(map(_LABEL.fullmatch, labels))
 
 
-def advertised(given: str | None, bound: Address, seeds: tuple[str, ...]) -> Address:
+def advertised(
+    given: str | None,
+    bound: Address,
+    seeds: tuple[str, ...],
+    *,
+    source_ip: Callable[[Address, socket.AddressFamily], str | None] | None = None,
+    own_ips: Callable[[socket.AddressFamily], list[str]] | None = None,
+) -> Address:
     """Return the address that others reach us at: the given one (a port is added where it has none) or ours.
 
-    A wildcard that we listen on is replaced by the address that faces the seeds.
+    A wildcard that we listen on is replaced by the address that faces the seeds, else the internet, else, on
+    a network that leads nowhere else, by the first of this machine's that isn't loopback.
+
+    Args:
+        source_ip: the IP of ours that faces an address.
+        own_ips: the IPs of this machine's interfaces.
     """
     if given is not None:
         return Address.parse(given, bound.port)
@@ -103,7 +116,22 @@ def advertised(given: str | None, bound: Address, seeds: tuple[str, ...]) -> Add
         return bound
     towards = Address.parse(seeds[0]) if seeds else Address("192.0.2.1", 9)
     family = socket.AF_INET6 if bound.host == "::" else socket.AF_INET
-    return Address(_source_ip(towards, family) or "127.0.0.1", bound.port)
+    facing = (source_ip or _source_ip)(towards, family)
+    if facing is None and not seeds:
+        facing = next(iter((own_ips or _own_ips)(family)), None)
+    return Address(facing or "127.0.0.1", bound.port)
+
+
+def _own_ips(family: socket.AddressFamily) -> list[str]:
+    """Of the interfaces that are up, but loopback and addresses of one link."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    found = [
+        ipaddress.ip_address(one.address)
+        for name, addresses in psutil.net_if_addrs().items()
+        for one in addresses
+        if name in up and one.family == family and "%" not in one.address
+    ]
+    return [str(ip) for ip in found if not (ip.is_loopback or ip.is_link_local)]
 
 
 def moved_to(

@@ -75,6 +75,15 @@ def test_a_wildcard_without_seeds_becomes_some_address():
     assert told.host != "0.0.0.0"
 
 
+def test_on_a_network_that_leads_nowhere_it_is_the_address_of_an_interface():
+    found = advertised(
+        None, Address("0.0.0.0", 7701), (), source_ip=lambda *_: None, own_ips=lambda _: ["10.77.0.1"]
+    )
+    assert str(found) == "10.77.0.1:7701"
+    alone = advertised(None, Address("0.0.0.0", 7701), (), source_ip=lambda *_: None, own_ips=lambda _: [])
+    assert str(alone) == "127.0.0.1:7701"
+
+
 def test_a_bad_advertised_address_is_told():
     with pytest.raises(UsageError, match="isn't an address"):
         advertised("not an address", Address("0.0.0.0", 7701), ())
