@@ -383,6 +383,15 @@ class NodeClient:
         self._target = key, target
         return target
 
+    def page(self) -> str:
+        """The address of the node's page; behind a ``#`` the node's token, if we have it.
+
+        Raises:
+            UsageError: there is no token in the data folder that was given.
+        """
+        token = self._known_token() or self._token_nearby()
+        return f"http://{self.address}/" + (f"#token={token.decode()}" if token else "")
+
     def _key_for_changes(self) -> bytes | None:
         return self._known_token() or self._swarm_key or self._token_nearby()
 

@@ -35,6 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("p2pdrl.cli.status:status", "Show one node and its view of the swarm."),
     "peers": ("p2pdrl.cli.peers:peers", "List every member that the node knows, or ban one."),
     "top": ("p2pdrl.cli.status:top", "Watch the members live."),
+    "page": ("p2pdrl.cli.status:page", "Print the address of the node's page, or open it."),
     "mode": ("p2pdrl.cli.mode:mode", "Show how the swarm agrees, or change it while it trains."),
     "roles": ("p2pdrl.cli.roles:roles", "Show what each node does for the swarm, or change that."),
     "stop": ("p2pdrl.cli.actions:stop", "Show when the swarm is done, or change that while it trains."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import webbrowser
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,13 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from p2pdrl.cli import formats
-from p2pdrl.cli.options import Target, api_options, json_option, wide_option
-from p2pdrl.errors import DaemonUnreachableError
+from p2pdrl.cli.options import Target, api_options, done, json_option, wide_option
+from p2pdrl.errors import DaemonUnreachableError, P2PDRLError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-__all__ = ["show_again", "status", "status_view", "top", "top_view", "watch", "watchable"]
+__all__ = ["page", "show_again", "status", "status_view", "top", "top_view", "watch", "watchable"]
 
 T = TypeVar("T")
 
@@ -39,6 +40,22 @@ def status(target: Target, as_json: bool, watch: bool, interval_s: float) -> Non
     """Show one node and its view of the swarm."""
     client = target.client()
     show_again(client.status, status_view, as_json, watch, interval_s)
+
+
+@click.command()
+@api_options
+@click.option("--open", "opens", is_flag=True, help="Open it in this machine's browser, too.")
+@json_option
+def page(target: Target, opens: bool, as_json: bool) -> None:
+    """Print the address of the node's page, or open it.
+
+    With the node's token behind a #, which browsers send nowhere: who has the line may do with the node what
+    its owner may.
+    """
+    url = target.client().page()
+    done(url, as_json, url=url)
+    if opens and not webbrowser.open(url):
+        raise P2PDRLError("there is no browser to be opened here; open the address yourself")
 
 
 @click.command()

@@ -305,11 +305,6 @@ class MembershipService:
         """Everybody known, ourselves first, tombstones included."""
         return self._core.members(self._clock.monotonic())
 
-    def member(self, node_id: str) -> MemberView | None:
-        """One of them, or None."""
-        core = self._core
-        return core.own_view() if node_id == core.me.id else core.member(node_id, self._clock.monotonic())
-
     def subscribe(self, callback: Callable[[MemberEvent], None]) -> None:
         """Call ``callback`` with each event."""
         self._subscribers.append(callback)

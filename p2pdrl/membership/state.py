@@ -842,12 +842,8 @@ class Membership:
 
     def members(self, now: float) -> list[MemberView]:
         """Everybody known, ourselves first, tombstones included."""
-        return [self.own_view(), *(member.view(now) for member in self.table)]
-
-    def own_view(self) -> MemberView:
-        """This node."""
         me = self.me
-        return MemberView(
+        own = MemberView(
             id=me.id,
             name=me.name,
             address=me.address,
@@ -862,6 +858,7 @@ class Membership:
             public_key=me.public_key,
             is_self=True,
         )
+        return [own, *(member.view(now) for member in self.table)]
 
     def member(self, node_id: str, now: float) -> MemberView | None:
         """One other member, or None."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from p2pdrl.clock import Clock
 from p2pdrl.config.node import TRAINS, Role, is_heir, roles_in
 from p2pdrl.config.root import Config
+from p2pdrl.ids import short
 from p2pdrl.membership.events import MemberView
 from p2pdrl.membership.service import MembershipService
 from p2pdrl.node.accounting.evaluations import Evaluation, EvaluationLog
@@ -153,6 +155,14 @@ class NodeContext:
         return self.name_of(proposer) if operator is None else operator.words
 
     def name_of(self, node: str) -> str:
-        """The name that people gave a member; its id when it is unknown."""
-        member = self.membership.member(node)
-        return node if member is None else member.name
+        """The name that people gave a member (see `names`); its id when it is unknown."""
+        return self.names().get(node, node)
+
+    def names(self) -> dict[str, str]:
+        """By id: the name that people gave a member, with its first digits where others have the same."""
+        members = self.membership.members()
+        living = Counter(member.name for member in members if member.state in ("alive", "suspect"))
+        return {
+            member.id: member.name if living[member.name] < 2 else f"{member.name} ({short(member.id)})"
+            for member in members
+        }

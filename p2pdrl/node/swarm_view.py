@@ -192,7 +192,9 @@ class NodeSwarmView:
 
     def _words(self, peer: str) -> str:
         name = self._named(peer)
-        return short(peer) if name == peer else f"{name} ({short(peer)})"
+        if name == peer:
+            return short(peer)
+        return name if short(peer) in name else f"{name} ({short(peer)})"
 
     def steps_since(self) -> int:
         """Environment steps that this node made since the last call."""

@@ -545,7 +545,7 @@ def _prepare(config: EnvConfig, *, allow_import: bool) -> None:
     if ":" in config.id and not allow_import:
         raise ConfigError(
             f"task.env.id {config.id!r} imports a Python module, which runs its code; "
-            "start the node with --allow-import if you trust it"
+            "if you trust it give --allow-import, from Python allow_import=True"
         )
     successor = successor_of(config.id)
     if successor is not None:

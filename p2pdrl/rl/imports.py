@@ -27,7 +27,7 @@ def require_allowed(task: TaskConfig, *, allow_import: bool) -> None:
     for key, name in imports_of(task).items():
         raise ConfigError(
             f"{key} = {name!r} imports a Python module, which runs its code; "
-            "start the node with --allow-import if you trust it"
+            "if you trust it give --allow-import, from Python allow_import=True"
         )
 
 

@@ -594,7 +594,7 @@ class StatusReporter:
 
     def namer(self) -> Callable[[str], str]:
         """From a node id to the name that people gave it, or to its first digits."""
-        names = {member.id: member.name for member in self._context.membership.members()}
+        names = self._context.names()
         return lambda node: names.get(node) or short(node)
 
 

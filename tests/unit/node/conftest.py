@@ -101,9 +101,6 @@ class FakeMembership:
     def members(self) -> list[MemberView]:
         return self.views
 
-    def member(self, node: str) -> MemberView | None:
-        return next((view for view in self.views if view.id == node), None)
-
     def catch_up(self, node: str) -> None:
         self.asked.append(node)
 
