@@ -67,12 +67,14 @@ def _reasons(member: Mapping[str, Any]) -> list[str]:
     return reasons
 
 
-def ask(addresses: list[str], key_file: str | None, timeout_s: float) -> tuple[str, list[dict[str, Any]]]:
+def ask(
+    addresses: list[str], key_file: str | None, data_dir: str | None, timeout_s: float
+) -> tuple[str, list[dict[str, Any]]]:
     """Return the first address that answers, and its list of members; tell about those that don't."""
     errors = []
     for address in addresses:
         try:
-            return address, Target(address, key_file, None).client(timeout_s).peers()
+            return address, Target(address, key_file, data_dir).client(timeout_s).peers()
         except P2PDRLError as error:
             if error.exit_code == 2:
                 raise
@@ -81,9 +83,11 @@ def ask(addresses: list[str], key_file: str | None, timeout_s: float) -> tuple[s
     raise DaemonUnreachableError(f"none of {', '.join(addresses)} answers")
 
 
-def check(addresses: list[str], key_file: str | None, timeout_s: float, as_json: bool) -> list[str]:
+def check(
+    addresses: list[str], key_file: str | None, data_dir: str | None, timeout_s: float, as_json: bool
+) -> list[str]:
     """Ask once, print the answer, and return what is wrong."""
-    address, members = ask(addresses, key_file, timeout_s)
+    address, members = ask(addresses, key_file, data_dir, timeout_s)
     wrong = problems(members)
     if as_json:
         print(json.dumps({"asked": address, "healthy": not wrong, "problems": wrong, "peers": members}))
@@ -104,6 +108,7 @@ def check(addresses: list[str], key_file: str | None, timeout_s: float, as_json:
 @click.option(
     "--swarm-key-file", envvar="P2PDRL_SWARM_KEY_FILE", metavar="FILE", help="The swarm's key, if it has one."
 )
+@click.option("--data-dir", metavar="FOLDER", help="Of a node on this machine, whose token is there.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(min=0.1), default=5.0, show_default=True)
 @click.option(
     "--json", "as_json", is_flag=True, help="Print JSON: one document, or one per line with --watch."
@@ -122,6 +127,7 @@ def peer_health(
     peers: tuple[str, ...],
     api: str | None,
     swarm_key_file: str | None,
+    data_dir: str | None,
     timeout_s: float,
     as_json: bool,
     interval_s: float | None,
@@ -130,12 +136,12 @@ def peer_health(
     addresses = ([api] if api else []) + split_addresses(peers) or ["127.0.0.1:7700"]
     while interval_s is not None:
         try:
-            check(addresses, swarm_key_file, timeout_s, as_json)
+            check(addresses, swarm_key_file, data_dir, timeout_s, as_json)
         except DaemonUnreachableError as error:
             print(f"peer_health: {error}", file=sys.stderr)
         sys.stdout.flush()
         time.sleep(interval_s)
-    if wrong := check(addresses, swarm_key_file, timeout_s, as_json):
+    if wrong := check(addresses, swarm_key_file, data_dir, timeout_s, as_json):
         raise UnhealthyError(f"{len(wrong)} of the members are unwell")
 
 

@@ -50,6 +50,7 @@ __all__ = ["MAC_HEADERS", "Access", "AccessGuard", "from_this_machine"]
 MAC_HEADERS = ("P2PDRL-Time", "P2PDRL-Nonce", "P2PDRL-Mac")
 """The headers of a signed request: wall time, nonce, `p2pdrl.transport.auth.sign_api` over both."""
 
+_ENDS = ("sockname", "peername")
 _MAC = re.compile(r"[0-9a-f]{64}")
 _PROVEN = web.RequestKey("proven", bool)
 _SIGNATURE = re.compile(r"[0-9a-f]{128}")
@@ -130,7 +131,7 @@ class AccessGuard:
             self._check_mac(request, access)
             return
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if given and self._node.keyed and not (request.secure or is_loopback(request.remote or "")):
+        if given and self._node.keyed and not (request.secure or _stays_here(request)):
             raise ApiRefusal(
                 401, "a token goes over TLS only, where others could listen: use https://", _WANTS
             )
@@ -195,7 +196,17 @@ class AccessGuard:
 def from_this_machine(request: web.Request) -> bool:
     """Whether the request comes from this machine, and not through a proxy on it."""
     proxied = "X-Forwarded-For" in request.headers or "Forwarded" in request.headers
-    return not proxied and is_loopback(request.remote or "")
+    return not proxied and _stays_here(request)
+
+
+def _stays_here(request: web.Request) -> bool:
+    """Whether a connection is this machine's with itself: over loopback, or from its own address to that."""
+    if is_loopback(request.remote or ""):
+        return True
+    if request.transport is None:
+        return False
+    ours, theirs = (request.transport.get_extra_info(end) for end in _ENDS)
+    return bool(ours and theirs) and ours[0] == theirs[0] == request.remote
 
 
 def _refuse_body(request: web.Request, *, takes_body: bool) -> None:

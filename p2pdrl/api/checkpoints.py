@@ -9,7 +9,7 @@ from p2pdrl.api.client import NodeClient
 from p2pdrl.errors import CheckpointError, UsageError
 from p2pdrl.tensors.checkpoint import Checkpoint, from_bytes, read_file
 
-__all__ = ["checkpoint_to_start_from", "read_checkpoint"]
+__all__ = ["checkpoint_to_start_from", "in_folder", "read_checkpoint"]
 
 LAST, BEST = "last.safetensors", "best.safetensors"
 DOWNLOAD_S = 60.0
@@ -30,7 +30,7 @@ def read_checkpoint(
     """
     path = Path(source).expanduser()
     if path.exists():
-        file = _in_folder(path, best=best) if path.is_dir() else path
+        file = in_folder(path, best=best) if path.is_dir() else path
         return read_file(file)
     if isinstance(source, Path) or ":" not in source or path.suffix == ".safetensors":
         raise CheckpointError(f"there is no checkpoint or folder {source}; a node is named HOST:PORT")
@@ -55,7 +55,7 @@ def checkpoint_to_start_from(source: str, swarm_key_file: str | Path | None = No
         raise UsageError(f"--from {source}: {error}") from error
 
 
-def _in_folder(folder: Path, *, best: bool = False) -> Path:
+def in_folder(folder: Path, *, best: bool = False) -> Path:
     """Return the checkpoint in a node's data folder or a folder of checkpoints, of several tasks the newest.
 
     Raises:

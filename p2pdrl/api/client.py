@@ -11,6 +11,7 @@ import ipaddress
 import json
 import os
 import re
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -58,9 +59,18 @@ def read_token(data_dir: str | Path) -> str | None:
 
 def _is_this_machine(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        ip = ipaddress.ip_address(host)
     except ValueError:
         return host.lower() == "localhost"
+    if ip.is_loopback or ip.is_unspecified:
+        return ip.is_loopback
+    try:
+        family = socket.AF_INET if ip.version == 4 else socket.AF_INET6
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))  # only what is ours can be bound
+    except OSError:
+        return False
+    return True
 
 
 class _Asked(NamedTuple):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from p2pdrl.api.checkpoints import in_folder
 from p2pdrl.cli.formats import clean, duration, fixed, grouped
 from p2pdrl.cli.options import (
     Target,
@@ -27,7 +28,7 @@ from p2pdrl.cli.options import (
     wide_option,
 )
 from p2pdrl.config.environments import install_hint
-from p2pdrl.errors import UsageError
+from p2pdrl.errors import CheckpointError, UsageError
 from p2pdrl.telemetry.progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -83,8 +84,8 @@ def evaluate(
 ) -> None:
     """Measure a checkpoint, or a running node's policy.
 
-    CHECKPOINT is a .safetensors file, as `p2pdrl checkpoint` and nodes write them. With --api and --history:
-    how the swarm has judged its policy so far.
+    CHECKPOINT is a .safetensors file, as `p2pdrl checkpoint` and nodes write them, or a node's data folder.
+    With --api and --history: how the swarm has judged its policy so far.
     """  # fmt: skip
     from p2pdrl.cli.tables import show
 
@@ -114,15 +115,16 @@ def evaluate(
 
 
 def _file(checkpoint: Path) -> Path:
-    """See that it is a file.
+    """Return the file, of a node's data folder the newest.
 
     Raises:
-        UsageError: it isn't.
+        UsageError: there is none.
     """
     if checkpoint.is_dir():
-        raise UsageError(
-            f"{checkpoint} is a folder: name a .safetensors file, as those in DATA_DIR/checkpoints"
-        )
+        try:
+            return in_folder(checkpoint)
+        except CheckpointError as error:
+            raise UsageError(str(error)) from error
     if not checkpoint.exists():
         raise UsageError(f"there is no checkpoint {checkpoint}: nodes keep theirs in DATA_DIR/checkpoints")
     return checkpoint

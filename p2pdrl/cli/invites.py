@@ -81,7 +81,7 @@ def invite(
     if isinstance(seeds, list) and seeds and is_loopback(Address.parse(str(seeds[0])).host):
         click.echo(
             f"careful: the node listens at {clean(seeds[0], 60)}, where this machine alone reaches it; for "
-            "others start it with --listen 0.0.0.0:7700",
+            "others start it with --listen 0.0.0.0:7700, or tell them where with --advertise HOST:PORT",
             err=True,
         )
 

@@ -266,7 +266,7 @@ def _speedup(s: _Shown) -> str:
     critical = s.get("speedup.critical_rows")
     if critical is None:
         return words
-    bound = f"beyond {formats.grouped(critical)} more bring little"
+    bound = f"beyond {formats.grouped(critical)} (the critical batch) more bring little"
     return f"{words}; gradients have {s.number('speedup.rows')} rows, {bound}"
 
 

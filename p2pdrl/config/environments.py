@@ -133,10 +133,11 @@ def import_problems(task: TaskConfig, config: Config) -> Iterator[Problem]:
         allowed.update(imports_of(config.task).values())
     for key, name in imports_of(task).items():
         if name not in allowed:
+            alone = " (--allow-import is for what its own options name)" if config.node.allow_import else ""
             yield Problem(
                 key,
                 f"{name} imports a Python module, which runs its code; if you trust it start the node with "
-                f"--allow-import and this task, or with --set 'node.imports=[\"{name}\"]'",
+                f"--set 'node.imports=[\"{name}\"]'{alone}",
             )
 
 

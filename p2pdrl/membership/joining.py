@@ -318,6 +318,8 @@ class Joiner:
         """By seed, and by the address behind it; a name that can't be resolved stands for itself."""
         self.joined = asyncio.Event()
         self.own_address_among_seeds = False
+        self.declined: set[Address] = set()
+        """Where a member took us in, whose swarm isn't one for us."""
 
     @property
     def node_id(self) -> str:
@@ -476,7 +478,9 @@ class Joiner:
         reason = self._hooks.check_welcome(welcome.join_info)
         if reason is not None:
             self._refused(seed, address, reason)
+            self.declined.add(address)
             return False
+        self.declined.discard(address)
         now = self._clock.monotonic()
         lineage = self._hooks.lineage(welcome.join_info)
         if lineage and not self._core.swarm.lineage:  # once we have a state, that one's settings count

@@ -52,6 +52,7 @@ from p2pdrl.membership.known_members import KnownMember, KnownMembers, living
 from p2pdrl.membership.messages import (
     ROUTES,
     Delta,
+    GossipMessage,
     JoinRequest,
     Message,
     Sync,
@@ -259,11 +260,25 @@ class MembershipService:
         """Say goodbye to three members; return how many heard it within ``timeout_s``."""
         before = set(self._sends)
         self._carry_out(self._core.leave(self._clock.monotonic()))
+        for address in self.joiner.declined:
+            self._spawn(self._decline(address), "goodbye", self._sends)
         goodbyes = self._sends - before
         if not goodbyes:
             return 0
         done, _ = await asyncio.wait(goodbyes, timeout=timeout_s)
         return sum(1 for task in done if not task.cancelled() and task.exception() is None and task.result())
+
+    async def _decline(self, address: Address) -> bool:
+        """Say goodbye to a member that took us in, whose swarm wasn't one for us."""
+        me = self._core.me
+        message = GossipMessage(me.incarnation, (me,))
+        try:
+            await self._transport.call(
+                address, None, route_of(message), encode(message), deadline_s=1.0, lane="probe"
+            )
+        except TransportError:
+            return False
+        return True
 
     async def close(self) -> None:
         """Stop everything and write the file; calling it again does nothing."""

@@ -35,6 +35,7 @@ from p2pdrl.transport.protocol import Address, Refusal
 __all__ = ["JoinAdmission"]
 
 STILL_TRYING_S = 10.0
+_CANT = "this node can't run what the swarm trains:"
 DEFAULT = TaskConfig()
 LOOK_AGAIN_S = 0.5
 
@@ -183,7 +184,11 @@ class JoinAdmission:
         refusals = joiner.refusals()
         if not joiner.joined.is_set() and others and others <= refusals.keys():
             where, why = next((at, said) for at, said in refusals.items() if at in others)
-            raise JoinRefusedError(f"{where} doesn't take this node in: {why}")
+            raise JoinRefusedError(
+                f"{why}; the swarm is at {where}"
+                if why.startswith(_CANT)
+                else f"{where} doesn't take this node in: {why}"
+            )
 
     def _tell_overruled(self, info: JoinInfo) -> None:
         """Say which of our own options count for nothing, because the swarm has its own."""
@@ -260,7 +265,7 @@ class JoinAdmission:
         )
         problem = next(itertools.chain(*found), None)
         if problem is not None:
-            return f"its task can't be run: {problem.key}: {problem.message}"
+            return f"{_CANT} {problem.key}: {problem.message}"
         self._decided_hash = info.task_hash
         if self._welcome is None:
             self._welcome = info

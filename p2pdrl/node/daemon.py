@@ -214,7 +214,12 @@ class Node:
             context.membership.subscribe(self._on_member)
             await context.membership.start()
             stack.push_async_callback(context.membership.close)
-            await self._until_left(self._work(stack, opened))
+            try:
+                await self._until_left(self._work(stack, opened))
+            except* P2PDRLError:
+                # It can't train what the swarm trains, say: others needn't find out by probes.
+                await context.membership.leave(timeout_s=1.0)
+                raise
             if context.training is not None:
                 await self._memory.write(context.training)
             if self._fatal is not None:
@@ -810,6 +815,9 @@ async def shutdown(context: NodeContext, reporter: StatusReporter, reason: str) 
         await _within(STOP_TRAINING_S, training.stop(), "stopping the learner", events)
         if checkpointer is not None and training.ready:
             await _within(CHECKPOINT_S, checkpointer.try_save(), "the last checkpoint", events)
+            if context.halted is not None and (path := checkpointer.best_path) is not None:
+                text = f"the policy that was evaluated best is {path}; `p2pdrl eval` measures it"
+                events.emit("result", text, path=path)
     await _within(LAST_REPORT_S, _spread_last_report(context), "telling the last figures", events)
     summary = write_summary(context, reporter, context.halted or reason)
     await _within(SUMMARY_S, summary, "the summary", events)

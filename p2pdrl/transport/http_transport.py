@@ -15,6 +15,7 @@ system become `TransportError` here.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
@@ -495,7 +496,9 @@ class HttpTransport:
                 ) from error
             except (aiohttp.ClientError, UnicodeError) as error:
                 raise WireError(f"{to} answered what isn't HTTP: {str(error)[:200]}") from error
-        raise PeerUnreachableError(f"nothing listens at {to}: {broken}", sent=False) from broken
+        number = getattr(getattr(broken, "os_error", None), "errno", None)
+        why = os.strerror(number).lower() if number else broken  # aiohttp's own words have its SSL context
+        raise PeerUnreachableError(f"nothing listens at {to}: {why}", sent=False) from broken
 
     async def _post(
         self, address: Address, call: OutgoingCall, session: aiohttp.ClientSession, path: str | None = None

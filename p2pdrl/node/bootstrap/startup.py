@@ -46,7 +46,7 @@ from p2pdrl.node.port_mapping import PortMapping
 from p2pdrl.node.reachability import Reachability
 from p2pdrl.node.status.view import ApiView
 from p2pdrl.transport.certificates import Credentials
-from p2pdrl.transport.dial import ip_of
+from p2pdrl.transport.dial import ip_of, is_loopback
 from p2pdrl.transport.http.guard import guard_middleware
 from p2pdrl.transport.http.listener import Listener
 from p2pdrl.transport.http_transport import HttpTransport
@@ -479,6 +479,7 @@ async def open_node(
         invited=member is not None,
         moved=node.listen is None and bound.port != DEFAULT_PORT,
         commanded=bool(roots) or not good,
+        alone=bound.host in _WILDCARDS and is_loopback(context.address.host),
     )
     may_move = node.advertise is None and bound.host in _WILDCARDS
     return Opened(data, context, view, bool(known.members), may_move, key_watch)
@@ -499,9 +500,16 @@ def _tell(
     invited: bool,
     moved: bool,
     commanded: bool,
+    alone: bool,
 ) -> None:
     if moved:
         events.emit("port", f"port {DEFAULT_PORT} is taken; this node takes {context.address.port}")
+    if alone:
+        text = (
+            "this machine has no address by which others reach it, so they are told "
+            f"{context.address}, where they find themselves; name one with --advertise HOST:PORT"
+        )
+        events.emit("no-address", text, level="warning")
     if not commanded:
         text = (
             "the swarm's key names no operator, so whoever holds it can change, pause and end the swarm; "

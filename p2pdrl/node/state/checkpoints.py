@@ -246,6 +246,11 @@ class Checkpointer:
         """Where the last one is; None before the first."""
         return None if self._saved_s is None else str(self._store.last)
 
+    @property
+    def best_path(self) -> str | None:
+        """Where the one is that was evaluated best, else the last one; None before the first."""
+        return str(self._store.best) if self._store.best.exists() else self.path
+
     async def run(self) -> None:
         """Write one each ``every_s`` seconds, for ever."""
         while self._config.every_s > 0:

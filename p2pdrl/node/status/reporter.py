@@ -508,6 +508,8 @@ class StatusReporter:
         else:
             gossip = self._context.gossip
             found = None if gossip is None else gossip.table.get(member.id, now_s)
+            if found is not None and found[0].boot < member.incarnation.boot_ms:
+                found = None  # it was started again, and has told nothing since
         row: dict[str, object] = {
             "name": member.name,
             "id": member.id,

@@ -50,6 +50,10 @@ def test_the_token_is_found_where_a_local_node_says(served):
     assert served.node.done == ["pause node"]
 
 
+def test_the_pages_address_has_the_token_where_browsers_send_it_nowhere(served):
+    assert client(served.address).page() == f"http://{served.address}/#token={served.node.token}"
+
+
 def test_credentials_are_proven_and_never_sent(served, monkeypatch):
     sent, real = [], HTTPConnection.request
 

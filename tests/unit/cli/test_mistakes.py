@@ -67,7 +67,7 @@ MISTAKES = [
     # files, keys and invites
     ("eval", 2, "--api HOST:PORT"),
     ("eval nothere.safetensors", 2, "nodes keep theirs in DATA_DIR/checkpoints"),
-    ("eval {folder}", 2, "name a .safetensors file"),
+    ("eval {folder}", 2, "is it a node's data folder"),
     ("eval {ckpt} --video film.avi", 2, "name it film.mp4"),
     ("export {ckpt} --out {folder}/no/x.onnx", 2, "make it, or name another"),
     ("config init {folder}/no/x.toml", 2, "name a file in a folder of yours"),

@@ -204,7 +204,7 @@ TABLES = {
 """By command: how its table is printed."""
 LINES = {
     "node", "wait", "pause", "resume", "halt", "checkpoint", "leave", "export", "keygen", "completion",
-    "invite", "mode set", "roles set", "stop set", "pipeline trace", "invite revoke", "peers ban",
+    "page", "invite", "mode set", "roles set", "stop set", "pipeline trace", "invite revoke", "peers ban",
     "swarm down", "peers unban", "operators add", "operators remove", "config show", "config validate",
     "config init",
 }  # fmt: skip

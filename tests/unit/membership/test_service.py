@@ -307,6 +307,16 @@ async def test_the_welcome_carries_join_info_and_settings_and_may_be_declined(st
     assert changed == ["mode"]
 
 
+async def test_who_declines_says_goodbye_where_it_was_taken_in(start: Start) -> None:
+    one = await start(1, [])
+    two = await start(2, ["10.0.0.1:7600"], hooks=JoinHooks(check_welcome=lambda data: "another task"))
+    await asyncio.sleep(1)
+    me = two.service.core.me.id
+    assert {member.id: member.state for member in one.service.members()}[me] == "alive"
+    await two.service.leave()
+    assert {member.id: member.state for member in one.service.members()}[me] == "left"
+
+
 async def test_a_node_that_doesnt_know_its_address_learns_it(start: Start) -> None:
     await start(1, [])
     two = await start(2, ["10.0.0.1:7600"], claims="0.0.0.0:7600")

@@ -88,7 +88,7 @@ class FakeMembership:
         given: dict[str, Any] = {
             "address": f"10.0.0.1:{7700 + int(node[:2], 16)}",
             "state_reason": "answered 0.1 s ago",
-            "incarnation": Incarnation(1000, 2),
+            "incarnation": Incarnation(1, 2),
             "rtt_s": 0.002,
             "last_seen_s": 0.1,
             "tags": {},

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from p2pdrl.errors import CheckpointError
+from p2pdrl.membership.records import Incarnation
 from p2pdrl.node.accounting.counters import Counts
 from p2pdrl.node.accounting.report_table import PeerReport
 from p2pdrl.node.children.restarts import death_of
@@ -117,7 +118,7 @@ async def test_rows_have_exactly_the_promised_keys(figures, full):
     me, bob, carol, dave, _ = rows
     assert (me["self"], me["policy_version"], me["staleness"], me["report_age_s"]) == (True, 42, 0, 0.0)
     assert (bob["staleness"], bob["mean_return"], bob["healthy"]) == (12, 7.0, True)
-    assert bob["incarnation"] == [1000, 2]
+    assert bob["incarnation"] == [1, 2]
     assert (carol["staleness"], carol["healthy"]) == (0, False)
     assert carol["reasons"] == ["suspect: no answer for 2 s"]
     assert (dave["policy_version"], dave["staleness"], dave["report_age_s"]) == (None, None, None)
@@ -133,6 +134,26 @@ async def test_roles_are_told_and_only_learners_are_met(figures, full, membershi
     assert rows["bob"] == ["actor", "learner", "server"]  # of an earlier release: it says nothing
     assert full.alive().keys() == {B, eva}
     assert full.learners().keys() == {B}
+
+
+async def test_what_a_node_told_before_it_was_started_again_isnt_shown(figures, full, clock):
+    full.gossip.table.merge([said(report(B, updates=9, state="training"))], clock.monotonic())
+    row = next(row for row in figures.peers() if row["id"] == B)
+    assert row["training_state"] == "training"
+    views = full.membership.views
+    old = next(view for view in views if view.id == B)
+    views[views.index(old)] = msgspec.structs.replace(old, incarnation=Incarnation(2, 1))
+    row = next(row for row in figures.peers() if row["id"] == B)
+    assert (row["training_state"], row["trains"], row["report_age_s"]) == (None, False, None)
+
+
+async def test_names_that_several_have_get_their_first_digits(full):
+    views = full.membership.views
+    names = [view.name for view in views]
+    assert [full.names()[view.id] for view in views] == names
+    views[1:3] = [msgspec.structs.replace(view, name="lab", state="alive") for view in views[1:3]]
+    told = [full.name_of(view.id) for view in views]
+    assert told == [names[0], f"lab ({views[1].id[:8]})", f"lab ({views[2].id[:8]})", *names[3:]]
 
 
 async def test_who_trains_is_told(figures, full, clock):
