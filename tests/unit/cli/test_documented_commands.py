@@ -1,10 +1,11 @@
-"""Every command that README and docs tell people to type is one that there is, with options that it takes."""
+"""Every command that README and docs tell people to type is one that there is, with options that it takes.
+
+`tests/integration/test_documented_commands.py` types them.
+"""
 
 from __future__ import annotations
 
 import re
-import shlex
-from pathlib import Path
 
 import click
 import pytest
@@ -12,27 +13,7 @@ import pytest
 from p2pdrl.cli.main import cli
 from p2pdrl.config.loader import resolve
 
-ROOT = Path(__file__).parents[3]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-BLOCK = re.compile(r"^```(console|sh|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-INLINE = re.compile(r"`((?:p2pdrl|scripts/\w+\.py|python scripts/\w+\.py|make) [^`\n]+)`")
-
-
-def commands(page):
-    """Each command of a page once: of its blocks, and those in a line."""
-    text, found = page.read_text(), []
-    for kind, block in BLOCK.findall(text):
-        lines = block.replace("\\\n", " ").splitlines()
-        prompted = [line[2:] for line in lines if line.startswith("$ ")]
-        found += prompted if kind == "console" else lines
-    found += [one for one in INLINE.findall(BLOCK.sub("", text)) if "…" not in one and "[" not in one]
-    for line in dict.fromkeys(found):
-        for part in re.split(r"\s(?:&&|\|)\s", re.split(r"  #| > ", line)[0].rstrip(" &")):
-            words = shlex.split(part, comments=True)
-            while words and (re.match(r"^[A-Z_]+=", words[0]) or words[0] in {"sudo", "nice", "python"}):
-                words = words[1:]
-            if words:
-                yield words
+from ...documented import NOT_RUN, PAGES, ROOT, RUNS, commands, documented
 
 
 def cases():
@@ -81,3 +62,10 @@ def test_it_is_a_command(words):
 
 def test_there_are_many():
     assert len(list(cases())) > 40
+
+
+def test_what_is_said_of_how_they_are_run_is_of_commands_that_are_documented():
+    assert not {*RUNS, *NOT_RUN} - documented().keys()
+    assert not RUNS.keys() & NOT_RUN.keys()
+    foreign = {text for text, words in documented().items() if words[0] not in {"p2pdrl", "curl"}}
+    assert not {text for text in foreign - {*RUNS, *NOT_RUN} if not text.startswith("scripts/")}
