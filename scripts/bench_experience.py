@@ -167,6 +167,7 @@ async def measure(  # noqa: C901, PLR0915 - one run from its begin to its end
         clock=clock,
         events=EventLog(10, clock),
         max_bytes=1 << 30,
+        divide=lambda: None,  # all environments are this node's
     )
     board, unrolls = await sender.layout()
     pool.open(unrolls, board)

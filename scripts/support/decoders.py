@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import secrets
 import tempfile
 from collections.abc import Callable
@@ -22,10 +23,11 @@ from p2pdrl.membership.identity import Identity
 from p2pdrl.membership.known_members import KnownMember, KnownMembers
 from p2pdrl.membership.records import Incarnation, MemberRecord, Suspicion, sign_member, sign_suspicion
 from p2pdrl.node import settings
-from p2pdrl.node.accounting.counters import Counts
+from p2pdrl.node.accounting.counters import Counts, NodeCounts
+from p2pdrl.node.accounting.facts import FactSigner
 from p2pdrl.node.accounting.metrics_gossip import MetricsExchange
 from p2pdrl.node.accounting.progress_tracker import ProgressTracker
-from p2pdrl.node.accounting.report_table import PeerReport
+from p2pdrl.node.accounting.report_table import PeerReport, ReportRow
 from p2pdrl.node.bootstrap.first_state import restore_steps
 from p2pdrl.node.bootstrap.joining import decode_info
 from p2pdrl.node.state.checkpoints import Checkpoint, from_bytes, to_bytes
@@ -196,14 +198,20 @@ def _tensors() -> list[Decoder]:
 
 def _node() -> list[Decoder]:
     layout = Layout((TensorEntry("w", (20, 30)),))
-    tracker = ProgressTracker("a" * 32, 7)
+    signer = FactSigner(Identity(secrets.token_bytes(32)), "default")
+    tracker = ProgressTracker(signer, 7)
     tracker.follow("l")
     tracker.credit(Counts(5, 2, 1))
+    tracker.sign()
     moments = Moments(3.0, np.zeros(4), np.ones(4)).to_wire()
-    report = PeerReport(id="a" * 32, boot=7, seq=1, name="n", state="training")
+    report = PeerReport(id=signer.node_id, boot=7, seq=1, name="n", state="training")
+    row = ReportRow(0.0, signer.sign("report", "", _pack(report)))
+    said = [fact.body for facts in tracker.counts().values() for fact in facts]
+    signed = {"o": [[signer.node_id, 7, moments, b"", b""]]}
+    exchange = MetricsExchange([row], tracker.counts(), signed, {})
     meta = {
         "layout": layout.to_wire(),
-        "counts": msgspec.to_builtins(tracker.counts()),
+        "facts": base64.b64encode(_pack(tracker.counts())).decode(),
         "moments": "gA==",
         "policy_version": 3,
     }
@@ -212,7 +220,7 @@ def _node() -> list[Decoder]:
     def restore(data: bytes) -> None:
         """A checkpoint whose document is as somebody wishes, and whose sums are right."""
         found = codec.decode(data, dict)
-        restore_steps(ProgressTracker("", 0), Checkpoint(np.zeros(SIZE, np.float32), {}, found))
+        restore_steps(ProgressTracker(signer, 0), Checkpoint(np.zeros(SIZE, np.float32), {}, found))
 
     task = TaskConfig()
     info = {
@@ -234,9 +242,11 @@ def _node() -> list[Decoder]:
         Decoder("node.bootstrap.joining", (_pack(info),), decode_info),
         Decoder(
             "node.accounting.metrics_gossip",
-            (_pack(MetricsExchange([report], tracker.counts(), {"o": [["a" * 32, 7, moments]]}, {})),),
+            (_pack(exchange),),
             lambda d: codec.decode(d, MetricsExchange),
         ),
+        Decoder("node.accounting.report", (row.fact.body,), lambda d: codec.decode(d, PeerReport)),
+        Decoder("node.accounting.counts", tuple(said), lambda d: codec.decode(d, NodeCounts)),
         *(
             Decoder(f"node.settings.{kind.__name__}", (good,), lambda d, kind=kind: settings.decode(d, kind))
             for kind, good in values

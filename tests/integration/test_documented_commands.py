@@ -1,4 +1,4 @@
-"""Every command that README and docs tell people to type does what they say."""
+"""Every command that README and docs tell people to type does what they say, and so does README's Python."""
 
 from __future__ import annotations
 
@@ -12,20 +12,50 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from ..documented import KEYED, NOT_RUN, ROOT, RUNS, Run, documented
+from ..documented import KEYED, ROOT, RUNS, Run, documented
 from .conftest import RealNode, RealSwarm, free_port, wait_until
 
 OK, INTERRUPTED = 0, 130
 ENDS_S = 240.0
 """For one command, on a busy machine."""
 
-UNTIL = {"node": '"kind": "training"'}
-"""What commands that go on until they are interrupted have to say first, where `RUNS` doesn't say it."""
+STANDS_FOR = {
+    "--listen 0.0.0.0:7700": "--listen 127.0.0.1:0",
+    r"10\.0\.0\.1:7700|127\.0\.0\.1:7700|HOST:PORT|HOST:7700": "{api}",
+    r"\bCHECKPOINT\b": "{checkpoint}",
+    r"\bHOURS\b": "24",
+    r"\bFILE\b": "swarm.key",
+    r"presets show NAME": "presets show impala",
+    r"\bNAME\b": "node-3",
+    r"'?p2pdrl://AZfEEOK…'?|'?5d7e…:bob'?|\bID\b": "{printed}",
+}
+"""What is typed for placeholders; in braces what differs from swarm to swarm."""
+
+
+def line_of(words: list[str], run: Run) -> str:
+    """What is typed for a command."""
+    line = run.instead or shlex.join([*words, *run.more])
+    if words[0].startswith("scripts/") and not os.access(ROOT / words[0], os.X_OK):
+        line = f"python {line}"
+    line = line.replace("{", "{{").replace("}", "}}")
+    for holder, meant in STANDS_FOR.items():
+        line = re.sub(holder, meant, line)
+    return line
+
+
+COMMANDS = {
+    (line_of(words, RUNS[text]), RUNS[text]): text for text, words in documented().items() if text in RUNS
+}
+"""Those of which the same is typed are one."""
+
+
+PROGRAMS = {"p2pdrl": "-m p2pdrl", "torchrun": "-m torch.distributed.run", "python": "", "python3": ""}
+"""What the shell finds, as in an environment that was activated."""
 
 
 @dataclass
@@ -39,8 +69,10 @@ class Typed:
 
     def text(self) -> str:
         """All that it printed, after the line itself."""
-        printed = [path.read_text(errors="replace") for path in (self.out, self.err)]
-        return f"{self.line}: {self.process.poll()}\n" + "".join(printed)
+        return f"{self.line}: {self.process.poll()}\n{self.printed(self.out)}{self.printed(self.err)}"
+
+    def printed(self, stream: Path) -> str:
+        return stream.read_text(errors="replace")
 
     def wait(self) -> int:
         """Until it ends; return its code."""
@@ -52,7 +84,7 @@ class Typed:
 
     def said(self, pattern: str) -> Typed:
         """Wait until it has printed something, or ended."""
-        done = lambda: self.process.poll() is not None or re.search(pattern, self.text())  # noqa: E731
+        done = lambda: self.process.poll() is not None or re.search(pattern, self.text(), re.M)  # noqa: E731
         wait_until(done, 90, f"it says {pattern}: {self.text()[-3000:]}")
         return self
 
@@ -75,14 +107,15 @@ class Folder:
     path: Path
     api: str
     checkpoint: Path
+    started: list[Typed] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         programs = self.path / "bin"
         programs.mkdir(parents=True)
-        for name, module in {"p2pdrl": "p2pdrl", "torchrun": "torch.distributed.run", "python": ""}.items():
-            python = f"{sys.executable} {module and '-m'} {module}"
-            (programs / name).write_text(f'#!/bin/sh\nexec {python} "$@"\n')
+        for name, module in PROGRAMS.items():
+            (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {module} "$@"\n')
             (programs / name).chmod(0o755)
+        (self.path / "scripts").symlink_to(ROOT / "scripts")
         for page, kind in re.findall(
             r"^```python (\w+\.py)\n(.*?)^```", (ROOT / "docs" / "own_code.md").read_text(), re.M | re.S
         ):
@@ -104,10 +137,19 @@ class Folder:
         paths = self.path / f"{number}.out", self.path / f"{number}.err"
         with paths[0].open("wb") as out, paths[1].open("wb") as err:
             process = subprocess.Popen(
-                ["bash", "-c", line if re.search(r"\||>|\$\(", line) else f"exec {line}"],
+                ["bash", "-c", line if re.search(r"\||>|\$\(|^[A-Z]", line) else f"exec {line}"],
                 cwd=self.path, env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
             )  # fmt: skip
-        return Typed(line, process, *paths)
+        self.started.append(Typed(line, process, *paths))
+        return self.started[-1]
+
+    def close(self) -> None:
+        """Leave nothing that goes on."""
+        going = [typed for typed in self.started if typed.process.poll() is None]
+        for typed in going:
+            typed.process.send_signal(signal.SIGINT)
+        for typed in going:
+            typed.interrupt()
 
     def do(self, lines: tuple[str, ...]) -> str:
         """Type lines that must go well; return the last line that one printed."""
@@ -117,25 +159,6 @@ class Folder:
             assert typed.wait() == 0, typed.text()
             printed = (typed.out.read_text().split("\n")[-2:] or [printed])[0] or printed
         return printed
-
-    def typed(self, words: list[str], run: Run, printed: str) -> str:
-        """A command with what its placeholders stand for."""
-        line = run.instead or shlex.join([*words, *run.more])
-        if words[0].startswith("scripts/"):
-            line = line.replace(words[0], f"python {ROOT / words[0]}", 1)
-        stands_for = {
-            "--listen 0.0.0.0:7700": "--listen 127.0.0.1:0",
-            r"'?p2pdrl://AZfEEOK…'?|'?5d7e…:bob'?|\bID\b": printed,
-            r"10\.0\.0\.1:7700|127\.0\.0\.1:7700|HOST:PORT|HOST:7700": self.api,
-            r"\bCHECKPOINT\b": str(self.checkpoint),
-            r"\bHOURS\b": "24",
-            r"\bFILE\b": "swarm.key",
-            r"presets show NAME": "presets show impala",
-            r"\bNAME\b": "node-3",
-        }
-        for holder, meant in stands_for.items():
-            line = re.sub(holder, lambda _found, meant=meant: meant, line)
-        return line
 
 
 @pytest.fixture(scope="module")
@@ -171,46 +194,60 @@ def folder(nodes: list[RealNode], tmp_path: Path) -> Iterator[Folder]:
         shutil.copy(nodes[0].data.parent / name, made.path / name)
     # A shell that put the tests in the background has had them ignore SIGINT, and all that they start.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield made
-    signal.signal(signal.SIGINT, before)
+    try:
+        yield made
+    finally:
+        made.close()
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("command", [one for one in documented() if one not in NOT_RUN])
-def test_it_does_what_is_said(command, folder):
-    words, run = documented()[command], RUNS.get(command, Run())
+@pytest.mark.parametrize(("line", "run"), [pytest.param(*key, id=text) for key, text in COMMANDS.items()])
+def test_it_does_what_is_said(line, run, folder):
     if run.wants and importlib.util.find_spec(run.wants) is None:
         pytest.skip(f"wants the extra that brings {run.wants}")
-    if words[:2] == ["p2pdrl", "keygen"]:
+    if "keygen" in line:
         for path in folder.path.glob("swarm.key*"):
             path.unlink()
-    others = []
     if run.beside:
         port = free_port()
-        others = [folder.start(f"{run.beside} --listen 127.0.0.1:{port} --data-dir beside --name beside")]
-        others[0].said('"kind": "founded"' if "--roles" in run.beside else '"kind": "training"')
+        beside = folder.start(f"{run.beside} --listen 127.0.0.1:{port} --data-dir beside --name beside")
+        beside.said('"kind": "founded"' if "--roles" in run.beside else '"kind": "training"')
         folder.api = f"127.0.0.1:{port}"
     if run.member:
         joins = f"--peers {folder.api} --listen 127.0.0.1:0 --data-dir member --name {run.member}"
-        others.append(folder.start(f"{run.beside} {joins}").said('"kind": "training"'))
+        folder.start(f"{run.beside} {joins}").said('"kind": "training"')
     try:
-        line = folder.typed(words, run, folder.do(run.before))
-        typed = folder.start(line)
-        until = run.until or ("" if "task.stop.env_steps" in line else UNTIL.get(" ".join(words[1:2]), ""))
-        if until:
-            typed.said(until)
+        printed = folder.do(run.before)
+        typed = folder.start(line.format(api=folder.api, checkpoint=folder.checkpoint, printed=printed))
+        if run.until:
+            typed.said(run.until)
             time.sleep(0.5)
             code = typed.interrupt()
-            assert re.search(until, typed.text()), typed.text()[-3000:]
-            assert code == (OK if words[1] == "node" else INTERRUPTED), typed.text()[-3000:]
+            assert re.search(run.until, typed.text(), re.MULTILINE), typed.text()[-3000:]
+            assert code == (OK if "p2pdrl node" in line else INTERRUPTED), typed.text()[-3000:]
         else:
             assert typed.wait() == OK, typed.text()[-3000:]
-        text = typed.text()
-        assert "Traceback" not in text, text[-5000:]
-        assert run.says in text, text[-5000:]
-        assert len(text.splitlines()) > 1, f"{line} said nothing"
+        assert "Traceback" not in typed.text(), typed.text()[-5000:]
+        assert re.search(run.says, typed.printed(typed.out), re.MULTILINE), typed.text()[-5000:]
+        assert re.search(run.logs, typed.printed(typed.err), re.MULTILINE), typed.text()[-5000:]
     finally:
         folder.do(run.after)
-        for other in others:
-            other.interrupt()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_readme_s_python_does_what_is_said(nodes, folder):
+    """Its comments name a node, which here is one of the swarm that has the key."""
+    (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    (folder.path / "readme.py").write_text(
+        block.replace("10.0.0.1:7700", nodes[0].api) + "print(f'does {action}')\n"
+    )
+    try:
+        typed = folder.start("P2PDRL_TASK__STOP__ENV_STEPS=3000 python readme.py")
+        assert typed.wait() == OK, typed.text()[-3000:]
+        assert re.search(r"^\d+ .*\n(.|\n)*^does [01]$", typed.printed(typed.out), re.M), typed.text()[-3000:]
+        assert nodes[1].ask("/v1/mode")["protocol"] == "sgp"
+    finally:
+        folder.do(("p2pdrl mode set gossip --set protocol=adpsgd",))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import click
@@ -13,7 +14,7 @@ import pytest
 from p2pdrl.cli.main import cli
 from p2pdrl.config.loader import resolve
 
-from ...documented import NOT_RUN, PAGES, ROOT, RUNS, commands, documented
+from ...documented import NOT_RUN, PAGES, ROOT, RUNS, blocks, commands, documented, typed_as_programs
 
 
 def cases():
@@ -64,8 +65,20 @@ def test_there_are_many():
     assert len(list(cases())) > 40
 
 
-def test_what_is_said_of_how_they_are_run_is_of_commands_that_are_documented():
-    assert not {*RUNS, *NOT_RUN} - documented().keys()
+def test_each_is_run_or_there_is_a_reason():
+    assert {*RUNS, *NOT_RUN} == documented().keys()
     assert not RUNS.keys() & NOT_RUN.keys()
-    foreign = {text for text, words in documented().items() if words[0] not in {"p2pdrl", "curl"}}
-    assert not {text for text in foreign - {*RUNS, *NOT_RUN} if not text.startswith("scripts/")}
+    assert not [text for text, run in RUNS.items() if not (run.says or run.logs or run.until)]
+    named = {path for why in NOT_RUN.values() for path in re.findall(r"(?:tests|scripts)/[\w/]+\.py", why)}
+    assert not [path for path in named if not (ROOT / path).exists()]
+
+
+def test_scripts_that_are_typed_without_python_can_be():
+    assert not [path for path in typed_as_programs() if not os.access(ROOT / path, os.X_OK)]
+
+
+def test_no_block_is_of_a_kind_that_no_test_reads():
+    """`test_own_code`, `test_library` and the integration test of commands run Python."""
+    kinds = {(page.name, kind) for page in PAGES for kind in blocks(page)}
+    assert {kind for _, kind in kinds} <= {"console", "sh", "python", "text"}
+    assert {name for name, kind in kinds if kind == "python"} == {"README.md", "api.md", "own_code.md"}
