@@ -71,7 +71,8 @@ def keygen(file: Path, name: str | None, no_operator: bool, operator_only: bool,
     made = None if private is None else str(private)
     done(str(file), as_json, swarm_key_file=str(file), operator_file=made)
     click.echo(
-        f"copy {file} to every machine, and start: p2pdrl node --swarm-key-file {file} --listen HOST:PORT",
+        f"copy {file} to every machine, and start on the first: p2pdrl node --swarm-key-file {file} --listen "
+        "0.0.0.0:7700; on each other the same with --peers FIRST:7700",
         err=True,
     )
 

@@ -427,7 +427,8 @@ def _goals(status: Member) -> list[str]:
         goals.append(f"{min(taken / stop['env_steps'], 1):.0%} of {count(stop['env_steps'])} steps")
         speed = as_number(status.get("swarm_steps_per_s")) or 0.0
         if speed > 0:
-            goals.append(f"{duration(max(0.0, stop['env_steps'] - taken) / speed)} left")
+            most = "at most " if stop.get("mean_return") is not None else ""
+            goals.append(f"{most}{duration(max(0.0, stop['env_steps'] - taken) / speed)} left")
     if stop.get("time_s"):
         goals.append(f"until {duration(stop['time_s'])}")
     if stop.get("mean_return") is not None:
