@@ -19,7 +19,8 @@ import logging
 import select
 import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Literal, Protocol
 
 from aiohttp import ClientConnectionResetError, web
@@ -654,6 +655,8 @@ class _Port:
 
 
 _PORTS_TRIED = 100
+_CONTINUE = "100-continue"
+_RequestHandler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 _log = logging.getLogger("p2pdrl.transport.http")
 
 
@@ -667,6 +670,16 @@ def _isnt_a_callers_fault(record: logging.LogRecord) -> bool:
 
 
 _log.addFilter(_isnt_a_callers_fault)
+
+
+async def _answer(handler: _RequestHandler, request: web.BaseRequest) -> web.StreamResponse:
+    """Refuse what a caller expects of us but ``100-continue``: aiohttp quotes it in its answer.
+
+    It fails at that where bytes of it aren't UTF-8.
+    """
+    if request.headers.get("Expect", _CONTINUE).lower() not in ("", _CONTINUE):
+        return web.Response(status=417, text=f"this node knows no expectation but {_CONTINUE}")
+    return await handler(request)
 
 
 class Listener:
@@ -755,6 +768,7 @@ class Listener:
         make = self._runner.server
         if make is None:
             raise RuntimeError("aiohttp's runner has no server after its setup")
+        make.request_handler = partial(_answer, make.request_handler)
         self._port = _Port(sock, make, app.get(APP_TRANSPORT), self._watchdog, self._on_starved)
         self._port.start()
         self._watchdog.start()

@@ -211,6 +211,17 @@ async def test_who_hangs_up_before_it_is_told_to_go_on_leaves_no_trace(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("path", ["/p2p/take", "/v1/act", "/nowhere"])
+async def test_what_is_expected_of_us_is_not_quoted(
+    served: Served, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    for expected in (b"\xff\xfe", b"100-continue\xff", "১০০".encode()):
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\nExpect: ".encode()
+        status, text = await served.send(head + expected + b"\r\n\r\n")
+        assert (status, text) == (417, "this node knows no expectation but 100-continue")
+    assert not caplog.records
+
+
 async def test_a_pickle_is_not_executed(served: Served) -> None:
     class Bomb:
         def __reduce__(self) -> tuple[Any, ...]:
