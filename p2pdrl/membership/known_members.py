@@ -61,7 +61,7 @@ class KnownMembers:
         if self._path is not None and self._path.exists():
             try:
                 content = msgspec.json.decode(self._path.read_bytes(), type=_KnownMembersFile)
-            except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 return  # as good as none
             self._boot_ms = content.boot_ms
             self.members = content.members[:MAX_KNOWN]

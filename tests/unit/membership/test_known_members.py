@@ -24,7 +24,9 @@ def test_a_boot_from_the_far_future_is_forgotten(tmp_path: Path) -> None:
     assert KnownMembers(tmp_path).next_boot_ms(wall_s=4.0) == 4_000
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b'{"boot_ms": "x"}', b"[" * 5000])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff", b'{"boot_ms": "x"}', b"[" * 5000, b'{"new": ' + b"[" * 5000]
+)
 def test_a_damaged_file_is_as_good_as_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "members.json").write_bytes(content)
     known = KnownMembers(tmp_path)
