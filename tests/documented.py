@@ -330,7 +330,7 @@ RUNS: dict[str, Run] = {
     ),
     "scripts/bench_transport.py --rounds 9": _smaller("--rounds 1 --megabytes 4", "GMAC"),
     "scripts/chaos.py --minutes 15 --seed 1": _smaller(
-        "--minutes 1 --nodes 4 --only kill leave", "All promises were kept"
+        "--minutes 2 --nodes 4 --only kill leave", "All promises were kept"
     ),
     "scripts/compare_strategies.py --pace-s 0.012 --plot strategies.png": _smaller(
         "--strategies adpsgd --weathers fair --budget-s 8", "adpsgd", "matplotlib"
