@@ -338,7 +338,7 @@ RUNS: dict[str, Run] = {
     "scripts/compare_systems.py --seeds 51 --pace-ms 0.5 --after-s 10 --out docs/results/systems": _smaller(
         "--only a3c --nodes 2 --budget-s 8 --out systems", "a3c", "matplotlib"
     ),
-    "scripts/fuzz.py": _smaller("--minutes 0.1", "inputs at .* decoders"),
+    "scripts/fuzz.py": Run(more=("--minutes", "0.1"), logs="inputs at .* decoders"),
     "scripts/liars.py": _smaller(
         "--strategies adpsgd --attacks flip --rules mean --nodes 4 --env-steps 2000 --seeds 51 --out liars",
         r"\| adpsgd \| mean \| \d",
