@@ -437,9 +437,20 @@ def spread(rows: Sequence[Mapping[str, str]], key: str, form: str = "{:,.0f}") -
 def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
     """Draw speed-up against nodes, a picture for each task: medians, and what the range of seeds gives.
 
-    Settings of one number of nodes are in the table only.
+    Settings of one number of nodes, or solved with one alone, are in the table only.
     """
-    plt, groups = pyplot(), grouped([row for row in rows if float(row["pace_ms"])])
+
+    def is_curve(by_nodes: Mapping[int, Sequence[Mapping[str, str]]]) -> bool:
+        return sum(middle(found, "seconds") is not None for found in by_nodes.values()) > 1
+
+    groups = {
+        task: settings
+        for task, settings in grouped([row for row in rows if float(row["pace_ms"])]).items()
+        if single(settings) is not None and any(map(is_curve, settings.values()))
+    }
+    if not groups:
+        return
+    plt = pyplot()
     across = min(len(groups), PICTURES_ACROSS)
     down = -(-len(groups) // across)
     figure, axes = plt.subplots(
