@@ -78,9 +78,9 @@ class Run:
         instead: the line that is typed in place of it.
         before: lines that come first, in the same folder; "{printed}" is the last that one of them printed.
         after: lines that undo what it did.
-        beside: a node that goes on meanwhile, for the command alone; addresses stand for it. Without one they
-            stand for a node of the swarm.
-        member: the name of one more that has joined that one.
+        beside: a node without a key that goes on meanwhile, for the command alone; addresses stand for it.
+            Without one they stand for a node of the swarm.
+        ends: whether the next command is to find another swarm.
         wants: the package of an extra.
     """
 
@@ -92,23 +92,29 @@ class Run:
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     beside: str = ""
-    member: str = ""
+    ends: bool = False
     wants: str = ""
 
 
-KEYED = "p2pdrl node --swarm-key-file swarm.key --config cartpole --set node.learner.max_updates_per_s=2"
-OPEN = "p2pdrl node --config cartpole --set node.learner.max_updates_per_s=2"
-_TRAINS = '"kind": "training"'
-_FOUNDS = '"kind": "founded"'
+SLOWLY = ("--config", "cartpole", "--set", "node.learner.max_updates_per_s=2")
+"""How nodes train that commands are typed beside."""
+TRAINS = '"kind": "training"'
+FOUNDS = '"kind": "founded"'
+_OPEN = f"p2pdrl node {' '.join(SLOWLY)}"
 _DONE = "the swarm is done: .* environment steps"
-_NODE = Run(until=_TRAINS)
+_NODE = Run(until=TRAINS)
 _KEYED = ("--swarm-key-file", "swarm.key")
-_MEMBER = Run(more=_KEYED, until=_TRAINS)
+_MEMBER = Run(more=_KEYED, until=TRAINS)
 _BOB = "p2pdrl keygen --operator-only bob.operator --name bob"
 _NEWEST = 'import json, sys; print([one["id"] for one in json.load(sys.stdin) if one["state"] == "open"][-1])'
+_GOES_ON = ("p2pdrl stop set env_steps=1000000000",)
+_UNBAN = ("p2pdrl peers unban node-3",)
 _DEFAULT_MODE = ("p2pdrl mode set gossip --set protocol=adpsgd",)
-_PIPELINE = ("p2pdrl mode set pipeline --stages 2", "p2pdrl wait --training 3 --timeout 60", "sleep 3")
-_ACTS = Run(beside="p2pdrl node --config impala --roles learner", until=_TRAINS)
+_PIPELINE = (
+    "p2pdrl mode set pipeline --stages 3 --set backend=stream",
+    "for _ in $(seq 60); do p2pdrl pipeline trace -o first.json && exit; sleep 1; done; exit 1",
+)
+_ACTS = Run(beside="p2pdrl node --config impala --roles learner", until=TRAINS)
 _HEALTH = Run(more=_KEYED, says=r"node-3\s")
 _DOCTOR = Run(more=_KEYED, says=r"ok +peer .* answers")
 _HISTORY = Run(says=r"steps +mean +std")
@@ -118,7 +124,7 @@ _TRACES = Run(more=("--updates", "2", "--golden", "traces.json", "--cases", "ppo
 
 def _lunarlander(**given: object) -> Run:
     """A training that ends after some seconds."""
-    return Run(more=("--set", "task.stop.env_steps=9000"), logs=_DONE, wants="Box2D", **given)  # type: ignore[arg-type]
+    return Run(more=("--set", "task.stop.env_steps=5000"), logs=_DONE, wants="Box2D", **given)  # type: ignore[arg-type]
 
 
 def _mode(name: str) -> Run:
@@ -135,7 +141,7 @@ def _smaller(words: str, says: str, wants: str = "") -> Run:
 
 
 _LANDER = (
-    "p2pdrl node --config lunarlander --data-dir data/node-1 --set task.stop.env_steps=9000",
+    "p2pdrl node --config lunarlander --data-dir data/node-1 --set task.stop.env_steps=3000",
     "cp $(find data/node-1 -name last.safetensors) best.safetensors",
 )
 
@@ -150,11 +156,8 @@ RUNS: dict[str, Run] = {
     "p2pdrl key rotate swarm.key": Run(says="taken, shown from", logs="copy .* to every machine"),
     "p2pdrl key rotate FILE --overlap HOURS": Run(says="taken until"),
     "p2pdrl key rotate swarm.key --remove-operator carol": Run(
-        before=(
-            "p2pdrl keygen --operator-only carol.operator --name carol",
-            "p2pdrl key rotate swarm.key --add-operator {printed}",
-        ),
-        says="^operator .* root",
+        before=("rm swarm.key swarm.key.operator", "p2pdrl keygen swarm.key --name carol", _BOB),
+        more=("--add-operator", "5d7e…:bob"), says="^operator .* bob",
     ),
     "p2pdrl invite": Run(says="^p2pdrl://A", logs="take it back with: p2pdrl invite revoke"),
     "p2pdrl invite --roles actor": Run(says="^p2pdrl://A", logs="as actor"),
@@ -162,12 +165,10 @@ RUNS: dict[str, Run] = {
     "p2pdrl invite revoke ID": Run(
         before=("p2pdrl invite", f"p2pdrl invite list --json | python -c '{_NEWEST}'"), says="is revoked"
     ),
-    "p2pdrl node --join p2pdrl://AZfEEOK…": Run(before=("p2pdrl invite",), until=_TRAINS),
+    "p2pdrl node --join p2pdrl://AZfEEOK…": Run(before=("p2pdrl invite",), until=TRAINS),
     "p2pdrl operators list": Run(says="root +[0-9a-f]{8} +the swarm's key"),
-    "p2pdrl operators add 5d7e…:bob": Run(before=(_BOB,), beside=KEYED, says="bob"),
-    "p2pdrl operators remove bob": Run(
-        before=(_BOB, "p2pdrl operators add {printed}"), beside=KEYED, says="bob"
-    ),
+    "p2pdrl operators add 5d7e…:bob": Run(before=(_BOB,), says="bob", after=("p2pdrl operators remove bob",)),
+    "p2pdrl operators remove bob": Run(before=(_BOB, "p2pdrl operators add {printed}"), says="bob"),
     # Looking
     "p2pdrl --version": Run(says=r"^p2pdrl \d"),
     "p2pdrl completion bash": Run(says="complete .* p2pdrl"),
@@ -175,8 +176,8 @@ RUNS: dict[str, Run] = {
     "p2pdrl peers": Run(says="node-3 +127.0.0.1:.* alive"),
     "p2pdrl peers --json": Run(says='"release"(.|\\n)*"protocols"'),
     "p2pdrl top": Run(until="node-3"),
-    "p2pdrl page": Run(says="^http"),
-    "p2pdrl page --open": Run(instead="p2pdrl page", says="^http"),
+    "p2pdrl page": Run(says=r"^http://127\.0\.0\.1:\d+/#token=\w+$"),
+    "p2pdrl page --open": Run(instead="p2pdrl page", says=r"^http://127\.0\.0\.1:\d+/#token=\w+$"),
     "p2pdrl events": Run(says="training +trains CartPole-v1"),
     "p2pdrl events -f": Run(until=r"^\d\d:\d\d:\d\d +\w"),
     "p2pdrl rounds --watch": Run(until=r"node-\d×"),
@@ -184,7 +185,7 @@ RUNS: dict[str, Run] = {
     "p2pdrl mode show": Run(says="mode +gossip: adpsgd"),
     "p2pdrl roles show": Run(says="node-2 +actor, learner"),
     "p2pdrl checkpoint": Run(says=r"/node-1/checkpoints/.*\.safetensors$"),
-    "p2pdrl doctor": Run(beside=OPEN, says="ok +torch"),
+    "p2pdrl doctor": Run(beside=_OPEN, says="ok +torch"),
     "p2pdrl doctor --peers 10.0.0.1:7700": _DOCTOR,
     "p2pdrl doctor --peers HOST:7700": _DOCTOR,
     "p2pdrl doctor --peers HOST:PORT": _DOCTOR,
@@ -203,9 +204,8 @@ RUNS: dict[str, Run] = {
     "p2pdrl export CHECKPOINT --out policy.onnx": Run(says="^policy.onnx: onnx", wants="onnx"),
     "curl -s -H Content-Type: application/json -d "
     '{"observations": [0.1, 0.0, -0.2, 0.3], "greedy": true} 127.0.0.1:7700/v1/act': Run(
-        beside=OPEN, says=r'"actions": ?\[[01]\]'
+        beside=_OPEN, says=r'"actions": ?\[[01]\]'
     ),
-    "p2pdrl pipeline plan": Run(more=("--stages", "2"), says="stage"),
     "p2pdrl pipeline plan --config amb_pp": Run(says="stage"),
     "p2pdrl pipeline trace -o trace.json": Run(
         before=_PIPELINE, after=_DEFAULT_MODE, says="boxes are in trace.json"
@@ -217,22 +217,15 @@ RUNS: dict[str, Run] = {
     "p2pdrl presets show impala": Run(says="IMPALA"),
     "p2pdrl config init": Run(says=r"\[task.env\]"),
     "p2pdrl config show --origin --config my.toml --set task.algorithm.learning_rate=3e-4": Run(
-        before=("p2pdrl config init > my.toml",), says="learning_rate = 0.0003 +--set"
+        before=("p2pdrl config init > my.toml",), says="learning_rate = 0.0003 +set$"
     ),
     # Commanding
     "p2pdrl pause": Run(says="the node is paus", after=("p2pdrl resume",)),
     "p2pdrl pause --swarm": Run(says="the swarm is paus", after=("p2pdrl resume --swarm",)),
     "p2pdrl resume": Run(before=("p2pdrl pause",), says="the node trains again"),
     "p2pdrl resume --swarm": Run(before=("p2pdrl pause --swarm",), says="the swarm trains again"),
-    "p2pdrl stop set env_steps=1000000": Run(beside=KEYED, says="stops at env_steps=1000000"),
-    "p2pdrl stop set env_steps=2000000": Run(beside=KEYED, says="stops at env_steps=2000000"),
-    "p2pdrl halt": Run(beside=KEYED, says="the swarm is ending"),
-    "p2pdrl leave": Run(beside=OPEN, says="the node has left"),
-    "p2pdrl peers ban NAME": Run(beside=KEYED, member="node-3", says="is banned"),
-    "p2pdrl peers ban node-3": Run(beside=KEYED, member="node-3", says="is banned"),
-    "p2pdrl peers unban NAME": Run(
-        before=("p2pdrl peers ban node-3",), beside=KEYED, member="node-3", says="may join again"
-    ),
+    "p2pdrl stop set env_steps=1000000": Run(says="stops at env_steps=1000000", after=_GOES_ON),
+    "p2pdrl stop set env_steps=2000000": Run(says="stops at env_steps=2000000", after=_GOES_ON),
     "p2pdrl roles set learner,actor": Run(says="the node is learner, actor"),
     "p2pdrl roles set learner,actor --api HOST:PORT": Run(says="the node is learner, actor"),
     "p2pdrl mode set gossip --set protocol=sgp": _mode("gossip: sgp"),
@@ -247,19 +240,19 @@ RUNS: dict[str, Run] = {
     "p2pdrl node --config cartpole": _NODE,
     "p2pdrl node --config ppo --set task.env.id=Acrobot-v1": Run(until="trains Acrobot-v1"),
     "p2pdrl node --config amb_pp": _NODE,
-    "p2pdrl node --config apex_dqn --roles learner": Run(until=_FOUNDS),
-    "p2pdrl node --config impala --roles learner": Run(until=_FOUNDS),
+    "p2pdrl node --config apex_dqn --roles learner": Run(until=FOUNDS),
+    "p2pdrl node --config impala --roles learner": Run(until=FOUNDS),
     "p2pdrl node --config cartpole --set node.log.writers=[\"csv\", \"wandb\"] --set node.log.wandb_mode=offline":
         Run(more=("--set", "task.stop.env_steps=3000"), logs=_DONE, wants="wandb"),
     "p2pdrl node --config lunarlander": _lunarlander(),
     "p2pdrl node --config lunarlander --from 10.0.0.1:7700": _lunarlander(
-        beside="p2pdrl node --config lunarlander"
+        beside="p2pdrl node --config lunarlander --set node.learner.max_updates_per_s=1"
     ),
     "p2pdrl node --config lunarlander --from data/node-1 --set task.env.kwargs.gravity=-8.0": Run(
-        before=_LANDER, until=_TRAINS, wants="Box2D"
+        before=_LANDER, until=TRAINS, wants="Box2D"
     ),
     "p2pdrl node --config lunarlander --set node.video.every=100000": Run(
-        more=("--set", "task.stop.env_steps=9000"), logs=_DONE, wants="moviepy"
+        more=("--set", "task.stop.env_steps=5000"), logs=_DONE, wants="moviepy"
     ),
     "p2pdrl node --config ppo --allow-import --set task.env.id=my_pole:Pole --set task.env.max_episode_steps=200":
         Run(until="trains my_pole:Pole"),
@@ -267,21 +260,21 @@ RUNS: dict[str, Run] = {
         _NODE,
     "p2pdrl node --config sweep-cartpole/best.toml": Run(
         before=("p2pdrl sweep cartpole --steps 2000 --trials 1 --set task.env.num_envs='choice(8, 16)'",),
-        until=_TRAINS, wants="optuna",
+        until=TRAINS, wants="optuna",
     ),
     "p2pdrl node --from CHECKPOINT": _NODE,
     "p2pdrl node --listen 0.0.0.0:7700 --swarm-key-file swarm.key --config cartpole": _NODE,
     "p2pdrl node --listen 0.0.0.0:7700 --swarm-key-file swarm.key --config lunarlander": _lunarlander(),
     "p2pdrl node --listen 0.0.0.0:7700 --swarm-key-file swarm.key --peers 10.0.0.1:7700": Run(
-        until="joined a swarm that trains CartPole-v1(.|\\n)*" + _TRAINS
+        until="joined a swarm that trains CartPole-v1(.|\\n)*" + TRAINS
     ),
     "p2pdrl node --peers 10.0.0.1:7700": _MEMBER,
     "p2pdrl node --peers 10.0.0.1:7700 --roles actor --actors 8": _ACTS,
     "p2pdrl node --peers HOST:7700 --roles actor --actors 8": _ACTS,
     "p2pdrl node --peers 10.0.0.1:7700 --roles replay": Run(
-        beside="p2pdrl node --config apex_dqn --roles learner", until=_TRAINS
+        beside="p2pdrl node --config apex_dqn --roles learner", until=TRAINS
     ),
-    "p2pdrl node --peers 127.0.0.1:7700": Run(beside=OPEN, until=_TRAINS),
+    "p2pdrl node --peers 127.0.0.1:7700": Run(beside=_OPEN, until=TRAINS),
     "p2pdrl node --peers HOST:PORT --set node.limits.cpus=2 --set node.limits.memory_bytes=4e9 "
     "--set node.limits.upload_bytes_s=5e6 --set node.limits.download_bytes_s=20e6": _MEMBER,
     'p2pdrl node --peers HOST:PORT --set node.imports=["my_pole:Pole"]': Run(
@@ -295,7 +288,7 @@ RUNS: dict[str, Run] = {
     "p2pdrl swarm up 3 --config impala --learners 1": _swarm(3000, "node-3"),
     "p2pdrl swarm up 4 --config cartpole": _swarm(6000, "node-4"),
     "p2pdrl swarm up 4 --config lunarlander --from best.safetensors": _swarm(
-        9000, "node-4", before=_LANDER, wants="Box2D"
+        3000, "node-4", before=_LANDER, wants="Box2D"
     ),
     "p2pdrl swarm up 4 --config sgp": _swarm(6000, "node-4"),
     "p2pdrl swarm up 5 --config apex_dqn --learners 1 --replays 2": _swarm(3000, "node-5"),
@@ -320,17 +313,17 @@ RUNS: dict[str, Run] = {
         "--rounds 1 --seconds 0.5 --actors 1 --environments 2", r"whole way +\d"
     ),
     "scripts/bench_inference.py": _smaller("--counts 1 --networks mlp --rounds 1", "mlp +1 actors"),
-    "scripts/bench_learner.py --presets pong": _smaller("--updates 1 --turns 1", "pong", "ale_py"),
+    "scripts/bench_learner.py --presets pong": _smaller("--presets cartpole --updates 1 --turns 1", "cartpole"),
     "scripts/bench_libraries.py": _smaller("--cases ppo --turns 1", "ppo", "stable_baselines3"),
     "scripts/bench_pipeline.py --rows 512 --stages 2 3 --schedules 1f1b --rounds 3 --steps 1 --markdown": _smaller(
-        "--rows 64 --stages 2 --rounds 1 --parameters 100000", "stream"
+        "--rows 64 --stages 2 --rounds 1 --parameters 100000 --microbatches 2 --contenders stream torch", "stream"
     ),
     "scripts/bench_stalls.py --repeats 2": _smaller(
         "--repeats 1 --parameters 100000 --strategies gossip", "gossip"
     ),
     "scripts/bench_transport.py --rounds 9": _smaller("--rounds 1 --megabytes 4", "GMAC"),
     "scripts/chaos.py --minutes 15 --seed 1": _smaller(
-        "--minutes 2 --nodes 4 --only kill leave", r"report\.md$"
+        "--minutes 2 --nodes 4 --only kill leave --patience 3", r"report\.md$"
     ),
     "scripts/compare_strategies.py --pace-s 0.012 --plot strategies.png": _smaller(
         "--strategies adpsgd --weathers fair --budget-s 8", "adpsgd", "matplotlib"
@@ -356,6 +349,12 @@ RUNS: dict[str, Run] = {
     "--seeds 51 52 53 54 55": _smaller(
         "--goal 20 --nodes 2 --seeds 51 --budget-s 20 --out times", r"\| adpsgd \| 2 \| \d"
     ),
+    # What ends nodes of the swarm
+    "p2pdrl peers ban NAME": Run(says="is banned", after=_UNBAN),
+    "p2pdrl peers ban node-3": Run(says="is banned", after=_UNBAN),
+    "p2pdrl leave": Run(says="the node has left", ends=True),
+    "p2pdrl peers unban NAME": Run(before=("p2pdrl peers ban node-3",), says="may join again"),
+    "p2pdrl halt": Run(says="the swarm is ending", ends=True),
 }
 """How commands are run, and what is expected of them."""
 

@@ -119,7 +119,7 @@ def plan(
         _plan_task(files, sets, link, trace, as_json=as_json)
         return
     if stages is None or microbatches is None:
-        raise click.UsageError(f"give {'--stages' if stages is None else '--microbatches'}, or --config")
+        raise click.UsageError("give --config, or both --stages and --microbatches")
     from p2pdrl.pipeline.layers import PeerLink
     from p2pdrl.pipeline.schedule import make_schedule
     from p2pdrl.pipeline.timeline import MicrobatchCosts, predict

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from ..documented import KEYED, ROOT, RUNS, Run, documented
+from ..documented import FOUNDS, ROOT, RUNS, SLOWLY, TRAINS, Run, documented
 from .conftest import RealNode, RealSwarm, free_port, wait_until
 
 OK, INTERRUPTED = 0, 130
@@ -48,10 +48,16 @@ def line_of(words: list[str], run: Run) -> str:
     return line
 
 
-COMMANDS = {
-    (line_of(words, RUNS[text]), RUNS[text]): text for text, words in documented().items() if text in RUNS
-}
+COMMANDS = {(line_of(documented()[text], run), run): text for text, run in RUNS.items()}
 """Those of which the same is typed are one."""
+
+
+def cases() -> Iterator[object]:
+    """Each with the number of the swarm that it is typed beside: a new one once one has been ended."""
+    swarm = 0
+    for (line, run), text in COMMANDS.items():
+        yield pytest.param(swarm, line, run, id=text)
+        swarm += run.ends
 
 
 PROGRAMS = {"p2pdrl": "-m p2pdrl", "torchrun": "-m torch.distributed.run", "python": "", "python3": ""}
@@ -162,21 +168,22 @@ class Folder:
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RealNode]]:
-    """A swarm of three with a key, that trains slowly for as long as it is needed."""
-    folder = tmp_path_factory.mktemp("swarm")
+def nodes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[RealNode]]:
+    """A swarm of three with a key that trains slowly; another one for each parameter."""
+    folder = tmp_path_factory.mktemp(f"swarm-{request.param}")
     swarm = RealSwarm(folder)
     swarm.temporary.mkdir()
-    subprocess.run(
-        [sys.executable, "-m", "p2pdrl", "keygen", "swarm.key"], cwd=folder, check=True, timeout=60
-    )
-    options = [*shlex.split(KEYED)[2:], "--set=task.stop.mean_return=1000", "--set=node.checkpoint.every_s=2"]
-    options[options.index("swarm.key")] = str(folder / "swarm.key")
+    keygen = [sys.executable, "-m", "p2pdrl", "keygen", "swarm.key"]
+    subprocess.run(keygen, cwd=folder, check=True, timeout=60, capture_output=True)
+    options = ["--swarm-key-file", str(folder / "swarm.key"), *SLOWLY, "--set=task.stop.mean_return=1000"]
     try:
         for name in ("node-1", "node-2", "node-3"):
-            swarm.start(name, *options, peers=swarm.nodes[0] if swarm.nodes else None)
+            peers = swarm.nodes[0] if swarm.nodes else None
+            swarm.start(name, *options, "--set=node.checkpoint.every_s=2", peers=peers)
         for node in swarm.nodes:
-            wait_until(lambda node=node: '"kind": "training"' in node.text(), 60, f"{node.name} trains")
+            wait_until(lambda node=node: TRAINS in node.text(), 90, f"{node.name} trains")
         wait_until(lambda: checkpoints(swarm.nodes[0]), 30, "a checkpoint")
         yield swarm.nodes
     finally:
@@ -203,8 +210,26 @@ def folder(nodes: list[RealNode], tmp_path: Path) -> Iterator[Folder]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("line", "run"), [pytest.param(*key, id=text) for key, text in COMMANDS.items()])
-def test_it_does_what_is_said(line, run, folder):
+@pytest.mark.parametrize("nodes", [0], indirect=True)
+def test_readme_s_python_does_what_is_said(nodes, folder):
+    """Its comments name a node, which here is one of the swarm that has the key."""
+    (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    (folder.path / "readme.py").write_text(
+        block.replace("10.0.0.1:7700", folder.api) + "print(f'does {action}')\n"
+    )
+    try:
+        typed = folder.start("P2PDRL_TASK__STOP__ENV_STEPS=3000 python readme.py")
+        assert typed.wait() == OK, typed.text()[-3000:]
+        assert re.search(r"^\d+ .*\n(.|\n)*^does [01]$", typed.printed(typed.out), re.M), typed.text()[-3000:]
+        assert nodes[1].ask("/v1/mode")["protocol"] == "sgp"
+    finally:
+        folder.do(("p2pdrl mode set gossip --set protocol=adpsgd",))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("nodes", "line", "run"), list(cases()), indirect=["nodes"], scope="module")
+def test_it_does_what_is_said(nodes, line, run, folder):
     if run.wants and importlib.util.find_spec(run.wants) is None:
         pytest.skip(f"wants the extra that brings {run.wants}")
     if "keygen" in line:
@@ -213,11 +238,8 @@ def test_it_does_what_is_said(line, run, folder):
     if run.beside:
         port = free_port()
         beside = folder.start(f"{run.beside} --listen 127.0.0.1:{port} --data-dir beside --name beside")
-        beside.said('"kind": "founded"' if "--roles" in run.beside else '"kind": "training"')
+        beside.said(FOUNDS if "--roles" in run.beside else TRAINS)
         folder.api = f"127.0.0.1:{port}"
-    if run.member:
-        joins = f"--peers {folder.api} --listen 127.0.0.1:0 --data-dir member --name {run.member}"
-        folder.start(f"{run.beside} {joins}").said('"kind": "training"')
     try:
         printed = folder.do(run.before)
         typed = folder.start(line.format(api=folder.api, checkpoint=folder.checkpoint, printed=printed))
@@ -234,20 +256,3 @@ def test_it_does_what_is_said(line, run, folder):
         assert re.search(run.logs, typed.printed(typed.err), re.MULTILINE), typed.text()[-5000:]
     finally:
         folder.do(run.after)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_readme_s_python_does_what_is_said(nodes, folder):
-    """Its comments name a node, which here is one of the swarm that has the key."""
-    (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
-    (folder.path / "readme.py").write_text(
-        block.replace("10.0.0.1:7700", nodes[0].api) + "print(f'does {action}')\n"
-    )
-    try:
-        typed = folder.start("P2PDRL_TASK__STOP__ENV_STEPS=3000 python readme.py")
-        assert typed.wait() == OK, typed.text()[-3000:]
-        assert re.search(r"^\d+ .*\n(.|\n)*^does [01]$", typed.printed(typed.out), re.M), typed.text()[-3000:]
-        assert nodes[1].ask("/v1/mode")["protocol"] == "sgp"
-    finally:
-        folder.do(("p2pdrl mode set gossip --set protocol=adpsgd",))
