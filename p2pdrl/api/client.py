@@ -7,11 +7,9 @@ becomes one of the package's errors, so that commands hold no error handling of 
 from __future__ import annotations
 
 import http.client
-import ipaddress
 import json
 import os
 import re
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, StorageError, UnhealthyError, UsageError
+from p2pdrl.transport.dial import is_own
 from p2pdrl.transport.protocol import DEFAULT_PORT, Address
 
 if TYPE_CHECKING:
@@ -58,19 +57,7 @@ def read_token(data_dir: str | Path) -> str | None:
 
 
 def _is_this_machine(host: str) -> bool:
-    try:
-        ip = ipaddress.ip_address(host)
-    except ValueError:
-        return host.lower() == "localhost"
-    if ip.is_loopback or ip.is_unspecified:
-        return ip.is_loopback
-    try:
-        family = socket.AF_INET if ip.version == 4 else socket.AF_INET6
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((host, 0))  # only what is ours can be bound
-    except OSError:
-        return False
-    return True
+    return host.lower() == "localhost" or is_own(host)
 
 
 class _Asked(NamedTuple):
@@ -115,7 +102,7 @@ class NodeClient:
 
     @property
     def on_this_machine(self) -> bool:
-        """Whether the node is asked over loopback."""
+        """Whether the node is asked at an address of this machine's."""
         return _is_this_machine(self.address.host)
 
     @classmethod

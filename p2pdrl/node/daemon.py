@@ -816,7 +816,7 @@ async def shutdown(context: NodeContext, reporter: StatusReporter, reason: str) 
         if checkpointer is not None and training.ready:
             await _within(CHECKPOINT_S, checkpointer.try_save(), "the last checkpoint", events)
             if context.halted is not None and (path := checkpointer.best_path) is not None:
-                text = f"the policy that was evaluated best is {path}; `p2pdrl eval` measures it"
+                text = f"the policy is in {path}; `p2pdrl eval` measures it"
                 events.emit("result", text, path=path)
     await _within(LAST_REPORT_S, _spread_last_report(context), "telling the last figures", events)
     summary = write_summary(context, reporter, context.halted or reason)

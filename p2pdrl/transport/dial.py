@@ -27,6 +27,7 @@ __all__ = [
     "forbidden",
     "ip_of",
     "is_loopback",
+    "is_own",
     "network_of",
     "system_resolve",
 ]
@@ -69,6 +70,22 @@ def is_loopback(host: str) -> bool:
     """Tell whether ``host`` is an IP literal of this machine's loopback."""
     ip = ip_of(host)
     return ip is not None and ip.is_loopback
+
+
+def is_own(host: str) -> bool:
+    """Tell whether ``host`` is an IP literal of an interface of this machine's, loopback included."""
+    ip = ip_of(host)
+    if ip is None or ip.is_unspecified:
+        return False
+    if ip.is_loopback:
+        return True
+    family = socket.AF_INET if ip.version == 4 else socket.AF_INET6
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))  # only what is ours can be bound
+    except OSError:
+        return False
+    return True
 
 
 def network_of(host: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -69,5 +70,8 @@ def test_cartpole_is_solved_under_churn(swarm, wait_until, seed):
     for node in up:
         wait_until(lambda node=node: ended(node), 30, f"{node.name} ends: {node.text()[-2000:]}")
         assert node.process.returncode == 0, node.text()[-3000:]
+    results = [event["path"] for node in up for event in node.told() if event["kind"] == "result"]
+    assert results
+    assert all(Path(path).is_file() for path in results)
     assert time.monotonic() - start_s < WITHIN_S + 30
     print(f"{happened} in {time.monotonic() - start_s:.0f} s")

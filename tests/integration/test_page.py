@@ -11,6 +11,11 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 
+from p2pdrl.api.client import NodeClient
+from p2pdrl.api.keyfile import write_swarm_key
+
+from .conftest import wait_until
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 EVIL = "<img src=x onerror=document.title='owned'>"
 
@@ -128,6 +133,23 @@ async def test_the_page_lives_obeys_and_shows_names_only_as_text(swarm, tmp_path
         # and says so when the node is gone
         node.kill9()
         await browser.until("document.getElementById('message').textContent.includes('no answer')")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="wants Chromium (apt-get install chromium)")
+async def test_a_keyed_nodes_page_is_empty_until_it_has_the_token_of_the_link(swarm, tmp_path):
+    write_swarm_key(tmp_path / "swarm.key")
+    node = swarm.start("page", "--config", "cartpole", "--swarm-key-file", str(tmp_path / "swarm.key"))
+    await asyncio.to_thread(wait_until, lambda: '"kind": "training"' in node.text(), 60, "it trains")
+    link = await asyncio.to_thread(NodeClient.at(node.api).page)
+    shown = "[...document.querySelectorAll('section')].filter(x => x.offsetHeight).length"
+    async with browsing(f"http://{node.api}/", tmp_path / "browser") as browser:
+        await browser.until("document.getElementById('message')?.textContent.includes('wants its token')", 40)
+        assert await browser.run(shown) == 0
+        await browser.call("Page.navigate", url="about:blank")
+        await browser.call("Page.navigate", url=link)
+        await browser.until("document.getElementById('members')?.textContent.includes('page')")
+        assert await browser.run(shown) > 3
+        assert await browser.run("location.hash") == ""
 
 
 @pytest.mark.slow

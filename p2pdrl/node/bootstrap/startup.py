@@ -46,7 +46,7 @@ from p2pdrl.node.port_mapping import PortMapping
 from p2pdrl.node.reachability import Reachability
 from p2pdrl.node.status.view import ApiView
 from p2pdrl.transport.certificates import Credentials
-from p2pdrl.transport.dial import ip_of, is_loopback
+from p2pdrl.transport.dial import ip_of, is_loopback, is_own
 from p2pdrl.transport.http.guard import guard_middleware
 from p2pdrl.transport.http.listener import Listener
 from p2pdrl.transport.http_transport import HttpTransport
@@ -152,7 +152,7 @@ def moved_to(
         ours: tells whether an IP is this machine's.
         source_ip: the IP of ours that faces a peer.
     """
-    if (ours or _is_ours)(now.host):
+    if (ours or is_own)(now.host):
         return None
     for peer in towards:
         if ip_of(peer.host) is None or (":" in peer.host) != (":" in now.host):
@@ -175,16 +175,6 @@ def _source_ip(towards: Address, family: socket.AddressFamily | None = None) -> 
         return None
 
 
-def _is_ours(ip: str) -> bool:
-    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((ip, 0))  # only what is ours can be bound
-    except OSError:
-        return False
-    return True
-
-
 def direct(given: str | None) -> bool:
     """Tell whether others reach this machine itself where they reach its node, so at any port of it.
 
@@ -197,11 +187,7 @@ def direct(given: str | None) -> bool:
     own = socket.gethostname().lower()
     if host.lower() in (own, own.partition(".")[0], "localhost"):
         return True
-    try:
-        ip = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return _is_ours(host) and not ip.is_unspecified
+    return is_own(host)
 
 
 _MOST_FILES = 65_536

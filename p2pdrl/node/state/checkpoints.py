@@ -248,7 +248,7 @@ class Checkpointer:
 
     @property
     def best_path(self) -> str | None:
-        """Where the one is that was evaluated best, else the last one; None before the first."""
+        """Where the best one of this node's is, without one the last; None before the first."""
         return str(self._store.best) if self._store.best.exists() else self.path
 
     async def run(self) -> None:

@@ -7,9 +7,12 @@ import io
 import socket
 import threading
 from http.client import HTTPConnection
+from unittest.mock import Mock
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
+from p2pdrl.api.auth import from_this_machine
 from p2pdrl.api.client import NodeClient, parse_api, read_token
 from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, StorageError, UsageError
 from p2pdrl.testing.fake_node import FakeNode, ServedNode
@@ -48,6 +51,24 @@ def test_reading_a_keyless_node_needs_nothing(served):
 def test_the_token_is_found_where_a_local_node_says(served):
     client(served.address).post("/v1/pause")
     assert served.node.done == ["pause node"]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "forwarded", "here"),
+    [
+        ("127.0.0.1", "127.0.0.1", False, True),
+        ("10.77.0.1", "10.77.0.1", False, True),
+        ("10.77.0.1", "10.77.0.2", False, False),
+        ("10.77.0.1", "10.77.0.1", True, False),
+    ],
+)
+def test_who_calls_from_this_machine(ours, theirs, forwarded, here):
+    ends = {"sockname": (ours, 7700), "peername": (theirs, 40000)}
+    transport = Mock()
+    transport.get_extra_info.side_effect = ends.get
+    headers = {"X-Forwarded-For": "1.2.3.4"} if forwarded else {}
+    request = make_mocked_request("GET", "/healthz", headers=headers, transport=transport)
+    assert from_this_machine(request) == here
 
 
 def test_the_pages_address_has_the_token_where_browsers_send_it_nowhere(served):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+
+import psutil
 import pytest
 
 from p2pdrl.clock import ManualClock
 from p2pdrl.errors import PeerUnreachableError
-from p2pdrl.transport.dial import Dialer, forbidden
+from p2pdrl.transport.dial import Dialer, forbidden, is_own
 from p2pdrl.transport.protocol import Address
 
 
@@ -45,6 +48,26 @@ class Names:
         if host not in self.table:
             raise OSError("unknown name")
         return self.table[host]
+
+
+@pytest.mark.parametrize(
+    ("host", "own"),
+    [
+        ("127.0.0.1", True),
+        ("::1", True),
+        ("192.0.2.7", False),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("lab", False),
+    ],
+)
+def test_which_addresses_are_this_machines(host: str, own: bool) -> None:
+    assert is_own(host) == own
+
+
+def test_an_interfaces_address_is_this_machines() -> None:
+    addresses = [one for each in psutil.net_if_addrs().values() for one in each]
+    assert all(is_own(one.address) for one in addresses if one.family == socket.AF_INET)
 
 
 async def test_names_are_resolved_and_kept_for_a_while() -> None:
