@@ -784,7 +784,7 @@ async def _addresses(siege: Siege) -> None:
     "abuse",
     f"{INVENTED} invented members, too many tags",
     "member",
-    "at most a few are believed, for half a minute",
+    "at most a few are believed, for a minute or so",
     quick=False,
 )
 async def _invented(siege: Siege) -> None:
@@ -812,6 +812,15 @@ async def _invented(siege: Siege) -> None:
         alive = [one for one in seen if one in invented and seen[one] == "alive"]
         siege.demand(len(alive) <= VOUCHED, f"{node.name} holds {len(alive)} invented members alive")
         siege.demand(len(seen) < 100, f"{node.name} holds {len(seen)} members")
+
+    def believed() -> bool:
+        return any(
+            state == "alive" and one in invented
+            for node in siege.nodes
+            for one, state in siege.view(node).items()
+        )
+
+    siege.demand(await until(lambda: not believed(), 90.0), "invented members stay alive")
 
 
 @row(
