@@ -336,6 +336,8 @@ class Node:
             self._serve()
             state, lineage = await first_state(context, training, origin, checkpoint, self._start)
             await training.begin(state, lineage)
+            if checkpoint is not None and checkpoint.meta.get("lineage") == lineage:
+                context.evaluations.restore(checkpoint.meta.get("evaluations", []))
             opened.data.keep = True
             context.checkpointer = self._make_checkpointer(store, training, checkpoint)
             self._make_others(training)
@@ -705,6 +707,7 @@ class Node:
             progress_tracker=self._context.progress_tracker,
             clock=self._clock,
             events=self._events,
+            evaluations=lambda: self._context.evaluations,
             best=None if checkpoint is None else checkpoint.meta.get("best_mean_return"),
             judged=training.task.evaluated,
         )

@@ -27,16 +27,20 @@ def command(node, *words):
 
 
 def test_a_killed_founder_goes_on_from_its_checkpoint(swarm, wait_until):
-    first = swarm.start("solo", *PACE)
+    judged = ["--set", "task.evaluation.every=100", "--set", "task.evaluation.episodes=1"]
+    first = swarm.start("solo", *PACE, *judged)
     swarm.training(first)
     wait_until(lambda: first.status()["updates"] >= 10, 30, "ten updates")
+    wait_until(lambda: first.json("/v1/evaluations"), 30, "an evaluation")
+    curve = first.json("/v1/evaluations")
     command(first, "checkpoint")
     saved = load(next(first.data.rglob("last.safetensors")))
     before = first.status()
     first.kill9()
 
-    again = swarm.start("solo", *PACE, data=first.data)
+    again = swarm.start("solo", *PACE, *judged, data=first.data)
     swarm.training(again)
+    assert again.json("/v1/evaluations")[: len(curve)] == curve
     event = again.events("resumed-checkpoint")[0]
     assert event["policy_version"] == saved.meta["policy_version"]
     assert event["params_hash"] == saved.meta["params_hash"]

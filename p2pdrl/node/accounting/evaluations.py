@@ -122,6 +122,19 @@ class EvaluationLog:
         self._fall = self._judge()  # here and not where it is asked: that is every second
         return True
 
+    def rows(self) -> list[tuple[str, Evaluation]]:
+        """Return what a checkpoint keeps of it: see `restore`."""
+        return [(entry.node, entry.evaluation) for entry in self._entries]
+
+    def restore(self, rows: object) -> None:
+        """Take in what `rows` made, as plain JSON types; what isn't of that form is forgotten."""
+        try:
+            known = msgspec.convert(rows, list[tuple[str, Evaluation]])
+        except msgspec.ValidationError:
+            return
+        for node, evaluation in known:
+            self.add(node, evaluation)
+
     def reached(self, goal: float, *, alone: bool = False) -> tuple[Entry, Entry] | None:
         """Return two evaluations of different nodes if they, and all since, reach the goal.
 

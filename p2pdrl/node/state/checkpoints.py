@@ -26,6 +26,7 @@ from p2pdrl.atomic import fsync_folder, remove_leftovers, storage_error, write_b
 from p2pdrl.clock import Clock
 from p2pdrl.config.node import CheckpointConfig
 from p2pdrl.errors import CheckpointError, StorageError
+from p2pdrl.node.accounting.evaluations import EvaluationLog
 from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.settings import StopSetting
@@ -204,6 +205,7 @@ class Checkpointer:
     """Writes checkpoints of this node's training now and then.
 
     Args:
+        evaluations: tells the learning curve as it is now, which a checkpoint keeps.
         best: the mean return that a better one must beat, as an earlier boot left it.
         judged: evaluations decide on the best one (`keep_best`), not the training episodes.
     """
@@ -217,6 +219,7 @@ class Checkpointer:
         progress_tracker: ProgressTracker,
         clock: Clock,
         events: EventLog,
+        evaluations: Callable[[], EvaluationLog] = EvaluationLog,
         best: float | None = None,
         judged: bool = False,
     ) -> None:
@@ -226,6 +229,7 @@ class Checkpointer:
         self._progress_tracker = progress_tracker
         self._clock = clock
         self._events = events
+        self._evaluations = evaluations
         self._best = best
         self._judged = judged
         self._saved_s: float | None = None
@@ -349,6 +353,7 @@ class Checkpointer:
             "stop": None if self.stop_setting is None else msgspec.to_builtins(self.stop_setting),
             "mean_return": self.mean_return,
             "best_mean_return": max(means, default=None),
+            "evaluations": msgspec.to_builtins(self._evaluations().rows()),
             "saved_at": self._clock.wall(),
         }
 

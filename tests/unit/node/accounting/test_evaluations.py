@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 
+import msgspec
 import pytest
 
 from p2pdrl.node.accounting.evaluations import Evaluation, EvaluationLog, Turns
@@ -54,6 +55,18 @@ def test_a_long_curve_is_thinned_where_it_is_old():
     assert steps == sorted(set(steps))
     assert steps[-400:] == list(range(2101, 2501))
     assert not any(log.add(entry.node, entry.evaluation) for entry in log.entries)
+
+
+def test_a_curve_goes_through_a_checkpoint():
+    log = log_of(20, 100, 475)
+    again = EvaluationLog()
+    again.restore(msgspec.json.decode(msgspec.json.encode(log.rows())))
+    assert again.rows() == log.rows()
+    assert not again.add(B, evaluation(100, 20))
+    for damaged in (None, 7, [["a"]], [["a", [1, 2]]], {"a": 1}, [["a", [-1, 0, 1, 0.0, 0.0, 0.0, 0.0]]]):
+        other = EvaluationLog()
+        other.restore(damaged)
+        assert len(other) == 0
 
 
 def test_a_goal_is_reached_by_two_evaluations_in_a_row():

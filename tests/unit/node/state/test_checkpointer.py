@@ -12,6 +12,7 @@ from p2pdrl.config.task import StopConfig, TaskConfig
 from p2pdrl.errors import CheckpointError, StorageError
 from p2pdrl.membership.identity import Identity
 from p2pdrl.node.accounting.counters import Counts, NodeCounts
+from p2pdrl.node.accounting.evaluations import Evaluation, EvaluationLog
 from p2pdrl.node.accounting.facts import FactSigner
 from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.bootstrap.first_state import founded_at, load_checkpoint, restore_steps
@@ -61,7 +62,14 @@ def disk(store) -> FullDisk:
 
 
 @pytest.fixture
-def checkpointer(disk, training, progress_tracker, clock, events) -> Checkpointer:
+def curve() -> EvaluationLog:
+    made = EvaluationLog()
+    made.add(ME, Evaluation(100, 5, 4, 30.0, 2.0, 30.0, 0.5))
+    return made
+
+
+@pytest.fixture
+def checkpointer(disk, training, progress_tracker, clock, events, curve) -> Checkpointer:
     return Checkpointer(
         store=disk,
         config=CheckpointConfig(every_s=1.0),
@@ -69,10 +77,11 @@ def checkpointer(disk, training, progress_tracker, clock, events) -> Checkpointe
         progress_tracker=progress_tracker,
         clock=clock,
         events=events,
+        evaluations=lambda: curve,
     )
 
 
-async def test_what_a_checkpoint_holds(checkpointer, store, training):
+async def test_what_a_checkpoint_holds(checkpointer, store, training, curve):
     checkpointer.stop_setting = StopSetting(StopConfig(env_steps=500), 123.0)
     checkpointer.mean_return = 40.0
     path = await checkpointer.save()
@@ -86,6 +95,9 @@ async def test_what_a_checkpoint_holds(checkpointer, store, training):
     assert (meta["policy_version"], meta["lineage"], meta["env_steps"]) == (7, "ab" * 8, 120)
     assert (meta["mean_return"], meta["best_mean_return"]) == (40.0, 40.0)
     assert founded_at(loaded, 999.0) == 123.0
+    found = EvaluationLog()
+    found.restore(meta["evaluations"])
+    assert found.rows() == curve.rows()
     others = msgspec.msgpack.decode(base64.b64decode(meta["others_moments"]))
     assert Moments.from_wire(msgspec.msgpack.decode(others["obs"])).count == 0.0
 
