@@ -336,11 +336,9 @@ class Node:
             self._serve()
             state, lineage = await first_state(context, training, origin, checkpoint, self._start)
             await training.begin(state, lineage)
-            if checkpoint is not None and checkpoint.meta.get("lineage") == lineage:
-                context.evaluations.restore(checkpoint.meta.get("evaluations", []))
             opened.data.keep = True
             context.checkpointer = self._make_checkpointer(store, training, checkpoint)
-            self._make_others(training)
+            self._make_others(training, checkpoint)
             context.state = "paused" if training.paused else "training"
             self._follower.saved_mode = SavedMode(context.data_dir, training.task_hash, context.swarm_id)
             await recall_mode(context, self._follower.saved_mode, origin, checkpoint)
@@ -507,7 +505,7 @@ class Node:
         finally:
             old.close()
         context.checkpointer = self._make_checkpointer(store, training, checkpoint)
-        self._make_others(training)
+        self._make_others(training, checkpoint)
         self._follower.renew()
         training.pause(paused=old.paused)
         context.state = "paused" if old.paused else "training"
@@ -519,8 +517,10 @@ class Node:
             await self._latest.stop()
             self._latest.close()
 
-    def _make_others(self, training: Training) -> None:
-        """Make what judges and serves a training's policy."""
+    def _make_others(self, training: Training, checkpoint: Checkpoint | None) -> None:
+        """Make what judges and serves a training's policy; the checkpoint's learning curve is taken in."""
+        if checkpoint is not None and checkpoint.meta.get("lineage") == training.lineage:
+            self._context.evaluations.restore(checkpoint.meta.get("evaluations", []))
         self._evaluations = self._make_evaluations(training)
         self._videos = self._make_videos()
         self._context.inference = self._make_inference(training)
