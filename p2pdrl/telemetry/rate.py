@@ -17,6 +17,10 @@ class RateMeter:
     The window is cut into ten slots; the meter forgets slot by slot, so a rate covers between
     nine and ten tenths of the window.
 
+    Bursts further apart than half a window, such as the steps of updates that take long, are told by the
+    last two: what the last brought over the time between them. That holds until twice that time has
+    passed without another, and not for those more than six windows apart.
+
     Args:
         window_s: length of the window.
         began_s: when counting begins; none is the first call. Until a window has passed, the rate is
@@ -24,6 +28,8 @@ class RateMeter:
     """
 
     SLOTS = 10
+    FURTHEST = 6
+    """Windows between two bursts that still tell a rate."""
 
     def __init__(self, window_s: float, began_s: float | None = None) -> None:
         if window_s <= 0:
@@ -31,9 +37,14 @@ class RateMeter:
         self._slot_s = window_s / self.SLOTS
         self._began_s = began_s
         self._slots: deque[tuple[int, float]] = deque()  # (number of the slot, count)
+        self._burst: tuple[float, float] | None = None  # of the last: its count and when
+        self._gap_s = 0.0  # between it and the one before
 
     def add(self, count: float, now_s: float) -> None:
         """Count ``count`` more events."""
+        if count:
+            self._gap_s = 0.0 if self._burst is None else now_s - self._burst[1]
+            self._burst = count, now_s
         number = self._number(now_s)
         if self._slots and self._slots[-1][0] >= number:
             number, before = self._slots.pop()
@@ -44,6 +55,11 @@ class RateMeter:
     def rate(self, now_s: float) -> float:
         """Events per second."""
         self._forget(now_s)
+        window_s = self._slot_s * self.SLOTS
+        if self._burst is not None and window_s / 2 < self._gap_s <= self.FURTHEST * window_s:
+            count, last_s = self._burst
+            if now_s - last_s <= 2 * self._gap_s:
+                return count / max(self._gap_s, now_s - last_s)
         covered_from_s = self._start(now_s) + max(0, self._first_kept(now_s)) * self._slot_s
         # Right after the start a slot's length stands in for the time that has passed.
         return math.fsum(count for _, count in self._slots) / max(self._slot_s, now_s - covered_from_s)

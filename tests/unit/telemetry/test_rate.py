@@ -45,6 +45,17 @@ def test_counting_begins_with_the_first_call_unless_told() -> None:
     assert meter.rate(702.0) == 2.0
 
 
+def test_bursts_further_apart_than_the_window_have_the_rate_between_them() -> None:
+    meter = RateMeter(window_s=10.0, began_s=0.0)
+    for burst in range(1, 4):
+        meter.add(2000, 20.0 * burst)
+        meter.add(0, 20.0 * burst + 1.0)  # says nothing
+    assert [meter.rate(60.0 + later_s) for later_s in (0.0, 5.0, 20.0, 40.0)] == [100.0, 100.0, 100.0, 50.0]
+    assert meter.rate(100.5) == 0.0  # it has stopped
+    meter.add(2000, 200.0)  # after a long pause: the pause doesn't count
+    assert meter.rate(201.0) == pytest.approx(200.0, rel=0.15)
+
+
 @given(st.lists(st.tuples(st.floats(0, 3), st.integers(0, 50)), max_size=60))
 def test_memory_is_bounded_and_nothing_is_counted_twice(events: list[tuple[float, int]]) -> None:
     meter, now_s, log = RateMeter(10.0, 0.0), 0.0, []
