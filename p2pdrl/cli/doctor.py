@@ -249,9 +249,20 @@ def _port(listen: str) -> Check:
             probe.bind(address)
             probe.listen(1)
     except OSError as error:
+        if _is_node(where):
+            return Check("port", "ok", f"a node listens at {where}; another takes the next free port")
         advice = "a node takes the next free port by itself, unless --listen names this one"
         return Check("port", "warn", f"{where}: {(error.strerror or str(error)).lower()}", advice)
     return Check("port", "ok", f"{where} is free")
+
+
+def _is_node(where: Address) -> bool:
+    """Whether a node of ours answers there."""
+    host = "127.0.0.1" if where.host in ("0.0.0.0", "::") else where.host  # noqa: S104 - isn't bound
+    try:
+        return "protocol" in NodeClient(Address(host, where.port), timeout_s=2.0).health()
+    except P2PDRLError:
+        return False
 
 
 def _gpu() -> Check:

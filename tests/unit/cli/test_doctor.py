@@ -45,6 +45,13 @@ def test_a_taken_port_is_a_warning():
     assert check.advice
 
 
+def test_a_port_where_a_node_runs_is_fine():
+    with ServedNode(FakeNode()) as served:
+        check = machine("port", listen=served.address)
+    assert (check.result, check.advice) == ("ok", "")
+    assert f"a node listens at {served.address}" in check.found
+
+
 def test_a_data_folder_that_cant_be_written_fails(tmp_path):
     (tmp_path / "file").write_text("")
     assert machine("data folder", str(tmp_path / "file" / "x")).result == "fail"
