@@ -205,8 +205,9 @@ def use_lan() -> str:
 def use_nat() -> str:
     """Start a node that asks the router."""
     log = train("--set", "node.port_mapping=true")
-    told = next((line for line in log.splitlines() if "router" in line or "port_mapping" in line), "")
-    return f"a node asked and trained: {told.strip()[-90:]}" if told else "a node with it trained"
+    told = [json.loads(line) for line in log.splitlines() if line.startswith('{"kind"')]
+    words = [event["event"] for event in told if "router" in event["event"]]
+    return f"a node asked and trained: {words[0]}" if words else "a node with it trained"
 
 
 def try_wheel() -> str:

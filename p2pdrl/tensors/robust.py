@@ -9,7 +9,9 @@ vectors changes the result by no more than its last bit.
   than half of the others; λ is a multiple of that distance. So while more than half are honest, r is as near
   to honest vectors as they are to each other, and each of the rest moves the result by w_i λ at most. Where
   nothing is farther than λ, this is the mean. Of two vectors none can be the odd one: the longer is shortened
-  to a multiple of the shorter.
+  to a multiple of the shorter. Else a vector that weighs less than the (lower) median m of the weights may be
+  λ √(m / w_i) away, as a mean over fewer rows is noisier; w_i √(m / w_i) being at most m, nobody gains a
+  pull by weighing less.
 - ``trimmed``: per element, the mean of what is left without the b greatest and b least values (Yin 2018,
   arXiv 1803.01498, definition 2). With at most b bad nodes each element lies between good nodes' values.
 
@@ -49,7 +51,7 @@ class Clipping(NamedTuple):
         weights: theirs, as they count.
         reference: index of the vector that the others are seen from; None for zero.
         factors: by which each one's difference to the reference is shortened; 1 leaves it whole.
-        excess: each one's distance to the reference as a multiple of λ; infinite where λ is 0.
+        excess: each one's distance to the reference as a multiple of what it may be; infinite for that of 0.
     """
 
     weights: list[float]
@@ -88,11 +90,12 @@ def clipping_of(vectors: Sequence[Float32Array], weights: Sequence[float], clip_
         reference, lengths = taking_part[middle], apart[middle]
         longest = clip_distance * float(middles[middle])
     for index, length in zip(taking_part, lengths.tolist(), strict=True):
-        if length > longest:
-            factors[index] = longest / length
-            excess[index] = length / longest if longest else math.inf
+        may = longest * math.sqrt(max(1.0, most / weights[index])) if longest else 0.0
+        if length > may:
+            factors[index] = may / length
+            excess[index] = length / may if may else math.inf
         else:
-            excess[index] = length / longest if longest else 0.0
+            excess[index] = length / may if may else 0.0
     return Clipping(bounded, reference, factors, excess)
 
 

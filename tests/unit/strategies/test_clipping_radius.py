@@ -314,10 +314,36 @@ def test_usual_lengths_forget_those_met_longest_ago():
 
 
 def test_counts_halve_after_two_and_forgive_one_by_one():
-    told: list[str] = []
-    counts = BeyondCounts(told.append)
+    counts = BeyondCounts()
     assert [counts.share("a", beyond=True) for _ in range(5)] == [1.0, 1.0, 0.5, 0.25, 0.125]
-    assert told == ["a"]
     assert counts.share("a", beyond=False) == 1.0
     assert counts.share("a", beyond=True) == 0.125
     assert counts.share("b", beyond=True) == 1.0
+
+
+def test_who_is_always_beyond_is_told_of_once_until_all_is_forgiven():
+    told: list[str] = []
+    counts = BeyondCounts(told.append)
+    for _ in range(29):
+        counts.share("a", beyond=True)
+    assert told == []
+    for _ in range(40):
+        counts.share("a", beyond=True)
+    for _ in range(20):
+        counts.share("a", beyond=False)
+    for _ in range(40):
+        counts.share("a", beyond=True)
+    assert told == ["a"]
+    for _ in range(30):
+        counts.share("a", beyond=False)
+    for _ in range(30):
+        counts.share("a", beyond=True)
+    assert told == ["a", "a"]
+
+
+def test_who_is_beyond_by_chance_is_not_told_of():
+    told: list[str] = []
+    counts, rng = BeyondCounts(told.append), np.random.default_rng(0)
+    for beyond in rng.random(100_000) < 0.3:
+        counts.share("a", beyond=bool(beyond))
+    assert told == []

@@ -12,7 +12,7 @@ from hypothesis.extra.numpy import arrays
 
 from p2pdrl.config.strategy import Mixing
 from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError
-from p2pdrl.tensors.robust import combine
+from p2pdrl.tensors.robust import clipping_of, combine
 
 RULES = get_args(Mixing)
 LONG = (1 << 16) + 7
@@ -66,7 +66,8 @@ def naive_clipped(vectors: np.ndarray, weights: list[float], clip: float) -> np.
         apart = np.linalg.norm(doubles[:, None] - doubles[None, :], axis=2)
         middles = [sorted(np.delete(apart[at], at))[(count - 2) // 2] for at in range(count)]
         at = int(np.argmin(middles))
-        reference, distances, longest = doubles[at], apart[at], clip * middles[at]
+        noisier = np.sqrt(np.maximum(1.0, most / np.asarray(weights)))
+        reference, distances, longest = doubles[at], apart[at], clip * middles[at] * noisier
     scale = np.minimum(1, np.divide(longest, distances, out=np.ones(count), where=distances > 0))
     return reference + ((doubles - reference) * (scale * shares)[:, None]).sum(axis=0)
 
@@ -77,9 +78,29 @@ def naive_clipped(vectors: np.ndarray, weights: list[float], clip: float) -> np.
 def test_clipped_is_centered_clipping_around_the_middle_vector(count: int, size: int, liar: float) -> None:
     vectors = 3.0 + normal(count, size, seed=count)
     vectors[-1] *= liar
-    weights = [1.0 + number for number in range(count)]
+    weights = [2.0**number for number in range(count)]
+    weights = weights if liar > 0 else weights[::-1]
     got = combined(vectors, weights, mixing="clipped", clip_distance=1.5)
     np.testing.assert_allclose(got, naive_clipped(vectors, weights, 1.5), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [[8, 256, 256], [2048, 8, 2048, 2048], [8, 16, 128, 256, 2048]])
+def test_an_honest_mean_of_few_rows_is_not_far(rows: list[int]) -> None:
+    gradient = 0.1 * normal(1, 5000, seed=7)[0]
+    noise = normal(len(rows), 5000, seed=8)
+    vectors = gradient + noise / np.sqrt(np.asarray(rows, np.float32))[:, None]
+    assert clipping_of(vectors, rows, 2.0).whole
+
+
+@given(st.floats(1e-12, 1e12), st.floats(1e-3, 1e12))
+def test_no_weight_pulls_farther_than_the_others_do(weight: float, length: float) -> None:
+    vectors = normal(4, 50)
+    vectors[3] = vectors[0] + np.float32(length)
+    clipping = clipping_of(vectors, [1.0, 1.0, 1.0, weight], 2.0)
+    reference = vectors[clipping.reference].astype(float)
+    distances = sorted(np.linalg.norm(vectors[:3] - reference, axis=1))
+    pull = clipping.weights[3] * clipping.factors[3] * np.linalg.norm(vectors[3] - reference)
+    assert pull <= 2.0 * distances[-1] * 1.01
 
 
 def test_clipped_is_the_mean_where_nobody_is_far() -> None:
