@@ -336,14 +336,34 @@ def progress_line(status: Member, elapsed_s: object = None, *, nodes: int | None
         _mode(status),
         *_goals(status),
     ]
-    return "  ·  ".join(parts)
+    return SEPARATOR.join(parts)
+
+
+SEPARATOR = "  ·  "
+
+
+class _Broken:
+    """A progress line that is broken at its separators alone."""
+
+    def __init__(self, line: str) -> None:
+        self._parts = line.split(SEPARATOR)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line = self._parts[0]
+        for part in self._parts[1:]:
+            if cell_len(f"{line}{SEPARATOR}{part}") <= options.max_width:
+                line += SEPARATOR + part
+            else:
+                yield Text(line, style="bold")
+                line = part
+        yield Text(line, style="bold")
 
 
 def swarm_view(
     status: Member, members: Sequence[Member], elapsed_s: object = None, *, history: object = None
 ) -> RenderableType:
     """The progress line, curves if there is a ``/v1/history``, the table, and what is wrong, if anything."""
-    parts: list[RenderableType] = [Text(progress_line(status, elapsed_s), style="bold")]
+    parts: list[RenderableType] = [_Broken(progress_line(status, elapsed_s))]
     if isinstance(history, Mapping) and (curves := curve_rows(history)):
         parts += [Text(), facts_table(curves)]
     if why := outcome(status):

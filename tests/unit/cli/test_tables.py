@@ -306,6 +306,17 @@ def test_progress_tells_the_newest_evaluation():
     assert "none yet" in rendered(status_view({**FakeNode().status(), "evaluation": None}))
 
 
+def test_a_progress_line_is_broken_between_its_parts(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    stop = {"env_steps": 1_000_000, "mean_return": 475}
+    status = {**FakeNode().status(), "stop": stop, "swarm_env_steps": 111_252, "swarm_steps_per_s": 1900.0}
+    whole, printed = progress_line(status), rendered(swarm_view(status, []))
+    lines = [line for line in printed.splitlines() if "steps" in line or "return" in line]
+    assert max(map(len, lines)) <= 80
+    parts = [part for line in lines for part in line.rstrip().split("  ·  ")]
+    assert parts[: whole.count("·") + 1] == whole.split("  ·  ")
+
+
 def test_why_it_stopped_has_a_line_of_its_own():
     status = {**FakeNode().status(), "stop": {"reached": True, "reason": "240,000 steps\x1b are over"}}
     assert rendered(swarm_view(status, [])).splitlines()[1] == "240,000 steps? are over"
