@@ -215,8 +215,8 @@ def test_the_emulators_vector_environment_is_gymnasiums_wrappers(env_id, atari):
     Not compared is the observation at a truncation, where the emulator leaves out the very last frame.
     """
     config = EnvConfig(id=env_id, num_envs=2, atari=atari, max_episode_steps=180)
-    threads = played(config, 200)
-    wrappers = played(EnvConfig(**{**_fields(config), "kwargs": {"mode": 0}}), 200)
+    threads = played(config, 400)
+    wrappers = played(EnvConfig(**{**_fields(config), "kwargs": {"mode": 0}}), 400)
     for rows in (threads, wrappers):
         for row in rows[1:]:
             row[0][row[3]] = 0

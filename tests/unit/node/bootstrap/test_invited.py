@@ -287,7 +287,9 @@ async def test_names_are_fit_to_be_printed(owner: InvitingNode) -> None:
 
 async def test_who_tries_too_often_has_to_wait(owner: InvitingNode) -> None:
     tls = unproven_context()
-    seen = [(await owner.post("/v1/invites/redeem", b"{}", tls))[0] for _ in range(int(TRIES_AT_ONCE) + 3)]
+    seen: list[int] = []
+    while 429 not in seen and len(seen) < 5 * TRIES_AT_ONCE:  # some come back while a busy machine answers
+        seen.append((await owner.post("/v1/invites/redeem", b"{}", tls))[0])
     assert seen[: int(TRIES_AT_ONCE)] == [400] * int(TRIES_AT_ONCE)
     assert seen[-1] == 429
 
