@@ -258,9 +258,8 @@ def _port(listen: str) -> Check:
 
 def _is_node(where: Address) -> bool:
     """Whether a node of ours answers there."""
-    host = "127.0.0.1" if where.host in ("0.0.0.0", "::") else where.host  # noqa: S104 - isn't bound
     try:
-        return "protocol" in NodeClient(Address(host, where.port), timeout_s=2.0).health()
+        return "protocol" in NodeClient(where, timeout_s=2.0).health()
     except P2PDRLError:
         return False
 

@@ -110,6 +110,12 @@ class EvaluationLog:
 
     def add(self, node: str, evaluation: Evaluation) -> bool:
         """Take an evaluation in; tell whether it is new. One that isn't finite is passed over."""
+        new = self._insert(node, evaluation)
+        if new:
+            self._fall = self._judge()  # here and not where it is asked: that is every second
+        return new
+
+    def _insert(self, node: str, evaluation: Evaluation) -> bool:
         key = (node, evaluation.env_steps)
         if key in self._known or not evaluation.finite:
             return False
@@ -119,7 +125,6 @@ class EvaluationLog:
             half = len(self._entries) // 2
             self._entries[:half] = self._entries[:half:2]
             self._known = {(entry.node, entry.evaluation.env_steps) for entry in self._entries}
-        self._fall = self._judge()  # here and not where it is asked: that is every second
         return True
 
     def rows(self) -> list[tuple[str, Evaluation]]:
@@ -133,7 +138,8 @@ class EvaluationLog:
         except msgspec.ValidationError:
             return
         for node, evaluation in known:
-            self.add(node, evaluation)
+            self._insert(node, evaluation)
+        self._fall = self._judge()
 
     def reached(self, goal: float, *, alone: bool = False) -> tuple[Entry, Entry] | None:
         """Return two evaluations of different nodes if they, and all since, reach the goal.

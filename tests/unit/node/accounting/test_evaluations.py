@@ -62,6 +62,10 @@ def test_a_curve_goes_through_a_checkpoint():
     again = EvaluationLog()
     again.restore(msgspec.json.decode(msgspec.json.encode(log.rows())))
     assert again.rows() == log.rows()
+    fallen = log_of(*range(0, 500, 50), *[0] * 12)
+    heir = EvaluationLog()
+    heir.restore(msgspec.json.decode(msgspec.json.encode(fallen.rows())))
+    assert heir.fall() == fallen.fall() is not None
     assert not again.add(B, evaluation(100, 20))
     for damaged in (None, 7, [["a"]], [["a", [1, 2]]], {"a": 1}, [["a", [-1, 0, 1, 0.0, 0.0, 0.0, 0.0]]]):
         other = EvaluationLog()
