@@ -4,6 +4,9 @@ A sequence lock over two copies (`shared_memory`): readers never block the write
 killed while it writes leaves the copy before whole. Beside the parameters lie the moments that observations
 are normalised with, as merged over the swarm, so that actors see what the learner will.
 
+From node to node a policy goes as a `PolicyImage`: whole, or as differences from one that the other has, in
+a quarter of the bytes.
+
 Shape suffixes: D parameters, X the observation's own dimensions.
 """
 
@@ -11,20 +14,29 @@ Shape suffixes: D parameters, X the observation's own dimensions.
 from __future__ import annotations
 
 import math
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError
+from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError, WireError
 from p2pdrl.tensors.board import BoardSpec
+from p2pdrl.tensors.compression import Int8Codec
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.shared_memory import SeqLock, SharedRegion
 
-__all__ = ["ActingPolicy", "PolicyCopies", "SharedPolicy", "features_of"]
+__all__ = ["MOST_DIFFERENCES", "ActingPolicy", "PolicyCopies", "PolicyImage", "SharedPolicy", "features_of"]
 
 Float64Array = npt.NDArray[np.float64]
+
+MOST_DIFFERENCES = 3
+"""From one policy to the next, in one answer: four take as many bytes as a whole policy."""
+
+LEAST_NBYTES = 1 << 15
+"""A smaller policy always goes whole: that takes less time than to say what changed."""
 
 _HEADER_BYTES = 64
 _FACTS_BYTES = 64
@@ -124,6 +136,8 @@ class PolicyCopies:
         features: numbers that observations have, where they are normalised; else 0.
 
     Attributes:
+        size: D.
+        features: as above.
         nbytes: of one policy with all that one acts with.
 
     Raises:
@@ -135,7 +149,7 @@ class PolicyCopies:
         if region.nbytes != needed:
             raise LayoutMismatchError(f"two copies of a policy take {needed} bytes, not {region.nbytes}")
         self.nbytes = (needed - _HEADER_BYTES) // 2
-        self._size, self._features = size, features
+        self.size, self.features = size, features
         self._lock = SeqLock(np.frombuffer(region.buf, np.uint64, 2))
         self._copies = [
             np.frombuffer(region.buf, np.uint8, self.nbytes, _HEADER_BYTES + number * self.nbytes)
@@ -165,15 +179,139 @@ class PolicyCopies:
         """
         if content.shape != (self.nbytes,):
             raise LayoutMismatchError(f"a policy has {self.nbytes} bytes here, not {content.nbytes}")
-        numbers = 2 * self._features
         facts: Float64Array = np.frombuffer(content, np.float64, 1, 8)
-        moments: Float64Array = np.frombuffer(content, np.float64, numbers, _FACTS_BYTES)
-        vector: Float32Array = np.frombuffer(content, np.float32, self._size, _FACTS_BYTES + 8 * numbers)
+        moments: Float64Array = np.frombuffer(content, np.float64, 2 * self.features, _FACTS_BYTES)
+        vector = _vector_of(content, self.size, self.features)
         if not (np.isfinite(facts).all() and np.isfinite(moments).all() and np.isfinite(vector).all()):
             raise PoisonedVectorError("a policy holds what isn't finite")
         with self._lock.write() as number:
             np.copyto(self._copies[number], content)
         return _version_of(content)
+
+
+@dataclass(frozen=True)
+class PolicyImage:
+    """A policy as it is given out, beside the last differences that led to it.
+
+    A difference is written as int8 (`compression.Int8Codec`), and is from the image before, not from the
+    policy before, so what rounding lost is part of the next (error feedback: Seide 2014, "1-bit SGD",
+    Interspeech):
+
+        image_k = image_{k-1} + int8(policy_k - image_{k-1})
+
+    An element of an image is off by 1/254 at most of the largest change beside it since the image before. Who
+    adds the same differences to the same image has the same bits.
+
+    Attributes:
+        version: of the policy.
+        whole: its bytes, as of `PolicyCopies.read`.
+        features: as there.
+        differences: at most `MOST_DIFFERENCES`, each with the version that it begins from, oldest first.
+    """
+
+    version: int
+    whole: npt.NDArray[np.uint8]
+    size: int
+    features: int
+    differences: tuple[tuple[int, bytes], ...] = ()
+
+    @classmethod
+    def first(cls, content: npt.NDArray[np.uint8], size: int, features: int) -> PolicyImage:
+        """Return a policy as it is, which follows none."""
+        return cls(_version_of(content), content, size, features)
+
+    @property
+    def vector_D(self) -> Float32Array:  # noqa: N802 - its shape
+        """Its parameters."""
+        return _vector_of(self.whole, self.size, self.features)
+
+    @property
+    def checksum(self) -> int:
+        """CRC-32 of it, whole."""
+        return zlib.crc32(self.whole.data)
+
+    def then(self, content: npt.NDArray[np.uint8]) -> PolicyImage:
+        """Return the image of the next policy: as it is, where it isn't newer, isn't finite or is small."""
+        size, features = self.size, self.features
+        if _version_of(content) <= self.version or content.nbytes < LEAST_NBYTES:
+            return self.first(content, size, features)
+        codec = Int8Codec(size, feedback=False)
+        message, whole = bytearray(codec.max_nbytes), content.copy()
+        vector_D = _vector_of(whole, size, features)
+        try:
+            with np.errstate(over="ignore", invalid="ignore"):
+                codec.encode(vector_D - _vector_of(self.whole, size, features), memoryview(message))
+        except PoisonedVectorError:
+            return self.first(content, size, features)
+        np.copyto(vector_D, _vector_of(self.whole, size, features))
+        _add(vector_D, codec, memoryview(message))
+        last = (*self.differences, (self.version, bytes(message)))[-MOST_DIFFERENCES:]
+        return PolicyImage(_version_of(content), whole, size, features, last)
+
+    def since(self, held: int) -> tuple[tuple[int, ...], bytes] | None:
+        """Return what makes this one of the image of version ``held``, for `after`.
+
+        Returns:
+            The versions that its differences begin from, and the bytes; None where it must go whole.
+        """
+        begins = tuple(begin for begin, _ in self.differences)
+        if held not in begins:
+            return None
+        first = begins.index(held)
+        head = self.whole[: _vector_at(self.features)].tobytes()
+        messages = [message for _, message in self.differences[first:]]
+        content = b"".join((head, *messages))
+        return (begins[first:], content) if len(content) < self.whole.nbytes else None
+
+    @classmethod
+    def after(
+        cls,
+        held: npt.NDArray[np.uint8],
+        begins: Sequence[int],
+        content: npt.NDArray[np.uint8],
+        *,
+        size: int,
+        features: int,
+    ) -> PolicyImage:
+        """Return the image that somebody's `since` makes of the one of ``held``.
+
+        Args:
+            held: bytes of an image whose version is one of ``begins``.
+            begins, content: as `since` returned them there.
+
+        Raises:
+            WireError: they are malformed, or not for this one.
+        """
+        version, codec, at = _version_of(held), Int8Codec(size, feedback=False), _vector_at(features)
+        if version not in begins or len(begins) > MOST_DIFFERENCES:
+            raise WireError(f"differences of policies from versions {list(begins)} on, not {version}")
+        if content.nbytes != (needed := at + len(begins) * codec.max_nbytes):
+            raise WireError(f"{len(begins)} differences take {needed} bytes, not {content.nbytes}")
+        whole = held.copy()
+        np.copyto(whole[:at], content[:at])
+        vector_D = _vector_of(whole, size, features)
+        for number in range(list(begins).index(version), len(begins)):
+            message = content[at + number * codec.max_nbytes :][: codec.max_nbytes]
+            _add(vector_D, codec, message.data)
+        return cls.first(whole, size, features)
+
+
+def _add(vector_D: Float32Array, codec: Int8Codec, message: memoryview) -> None:
+    """Add a difference, always by the same operations."""
+    difference_D = np.empty_like(vector_D)
+    codec.decode(message, difference_D)
+    with np.errstate(over="ignore", invalid="ignore"):  # found out by who keeps it
+        np.add(vector_D, difference_D, out=vector_D)
+
+
+def _vector_at(features: int) -> int:
+    """Where the parameters begin in a policy's bytes."""
+    return _FACTS_BYTES + 16 * features
+
+
+def _vector_of(content: npt.NDArray[np.uint8], size: int, features: int) -> Float32Array:
+    vector_D: Float32Array = np.frombuffer(content, np.float32, size, _vector_at(features))
+    return vector_D
 
 
 def features_of(board: BoardSpec) -> int:

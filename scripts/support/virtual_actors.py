@@ -3,7 +3,8 @@
 The rings that unrolls lie in, the source that chooses among them, environments, policies, the learner and its
 evaluation are the real ones; how long something takes is what is said, as in `support.virtual_training`. The
 first node learns and acts, the others act. An actor of another node begins its next unroll once the answer to
-its last one has come, by the policy that came with it; the learner's own is one unroll ahead. A replay memory
+its last one has come, by the policy that came with it: whole, or as differences from the one that it has
+(`PolicyImage`); the learner's own is one unroll ahead. A replay memory
 is the learner's own: of its rows as many are new at each update as `min_replay_ratio` allows.
 """
 
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from p2pdrl.config.task import ReplayOptions, TaskConfig
 from p2pdrl.planner.description import NodeLink
@@ -26,7 +28,7 @@ from p2pdrl.rl.rollout import RawUnroll
 from p2pdrl.rl.rollout_worker import RolloutWorker
 from p2pdrl.rl.sources.unrolls import pack
 from p2pdrl.tensors.shared_memory import SharedRegion
-from p2pdrl.tensors.shared_policy import ActingPolicy, SharedPolicy
+from p2pdrl.tensors.shared_policy import ActingPolicy, PolicyCopies, PolicyImage, SharedPolicy
 from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollRing, assignments
 from p2pdrl.workers.actor_source import ActorSource
 from support.virtual_training import NEWS_S, Costs, Judged, evaluated, watch_work
@@ -144,6 +146,9 @@ class VirtualActors:
             )
             factor = factors[node] if node < len(factors) else 1.0
             self._actors.append(_Actor(node, worker, lane, factor, self._read(worker)))
+        features = math.prod(self._actors[0].worker.obs_shape)
+        self._copies = PolicyCopies(self._regions[1], self.trainer.layout.size, features)
+        self._image = PolicyImage.first(self._newest(), self._copies.size, features)
 
     def _word(self, number: int) -> int:
         return int(np.random.SeedSequence((self._seed, number)).generate_state(1)[0]) >> 1
@@ -154,6 +159,12 @@ class VirtualActors:
         acting = policy.read(worker.parameters_D)
         assert acting is not None  # noqa: S101 - there is one from the beginning on
         return acting
+
+    def _newest(self) -> npt.NDArray[np.uint8]:
+        """Return the bytes of the newest policy."""
+        content = self._copies.read()
+        assert content is not None  # noqa: S101 - there is one from the beginning on
+        return content
 
     @property
     def seconds(self) -> float:
@@ -235,12 +246,22 @@ class VirtualActors:
             self._at(self._now_s + pause_s, lambda: self._arrived(actor, raw, version, again_s))
             return
         self._commit(actor, raw, version)
-        newer = self.trainer.policy_version > actor.policy.version
-        nbytes = 4 * self.trainer.layout.size if newer else 0
+        nbytes = self._give(actor)
         self.bytes_out += nbytes
         self._out_free_s = max(self._now_s, self._out_free_s) + nbytes / self._link.out_bytes_s
-        actor.policy = self._read(actor.worker)  # what is sent now
         self._at(self._out_free_s + 2.0 * self._link.delay_s, lambda: self._answered(actor))
+
+    def _give(self, actor: _Actor) -> int:
+        """Give another node's actor the newest policy; return the bytes that this takes."""
+        if self.trainer.policy_version != self._image.version:
+            self._image = self._image.then(self._newest())
+        image, held = self._image, actor.policy.version
+        if image.version == held:
+            return 0
+        actor.policy = self._read(actor.worker)
+        np.copyto(actor.worker.parameters_D, image.vector_D)  # in place of what the learner has
+        found = image.since(held)
+        return image.whole.nbytes if found is None else len(found[1])
 
     def _answered(self, actor: _Actor) -> None:
         actor.acts = False

@@ -3,7 +3,8 @@
     actor's node ── Enlist: environments of each actor ──► learner's node
                  ◄── Enlisted: a lane for each, layouts; the policy as the vector ──
                  ── SentUnroll, the unroll's content as the vector ──►
-                 ◄── UnrollReceipt; the policy as the vector where the actor's is older ──
+                 ◄── UnrollReceipt; the policy as the vector where the actor's is older: whole, or
+                     differences from the one that it has (`tensors.shared_policy.PolicyImage`) ──
 
 Where nodes hold shards of a replay memory, actors send their unrolls there, as to a learner:
 
@@ -29,6 +30,7 @@ from msgspec import Meta
 
 from p2pdrl.group.compatibility import Natural, Short
 from p2pdrl.strategies.protocol import SwarmView
+from p2pdrl.tensors.shared_policy import MOST_DIFFERENCES
 from p2pdrl.transport.protocol import Incoming, Refusal, Reply
 
 __all__ = [
@@ -92,6 +94,8 @@ class SentUnroll(msgspec.Struct, frozen=True, tag="unroll"):
     counted: bool = False
     """Whether the sender counts its steps and episodes: so does a node that has a learner of its own. What
     nodes that only act make is counted by the learner."""
+    differences: bool = False
+    """Whether the policy may come as differences from the one that is held."""
 
 
 class UnrollReceipt(msgspec.Struct, frozen=True):
@@ -99,6 +103,10 @@ class UnrollReceipt(msgspec.Struct, frozen=True):
 
     policy_version: Natural
     """Of the learner's newest parameters; 0 while there are none."""
+    begins: Annotated[tuple[Natural, ...], Meta(max_length=MOST_DIFFERENCES)] = ()
+    """Versions that the differences in the vector begin from; none where a whole policy comes."""
+    checksum: Annotated[int, Meta(ge=0, lt=2**32)] = 0
+    """CRC-32 of what they make."""
 
 
 class FetchPolicy(msgspec.Struct, frozen=True, tag="policy"):
@@ -107,6 +115,8 @@ class FetchPolicy(msgspec.Struct, frozen=True, tag="policy"):
     task_hash: Short
     held: Annotated[int, Meta(ge=-1, lt=2**53)]
     """Version of the newest that the sender has; -1 for none."""
+    differences: bool = False
+    """Whether it may come as differences from that one."""
 
 
 class AskRows(msgspec.Struct, frozen=True, tag="rows"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
@@ -13,7 +14,7 @@ from p2pdrl.clock import Clock
 from p2pdrl.errors import LayoutMismatchError, TensorError, TransportError, WorkerError
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.experience.messages import ROUTE, Enlist, FetchPolicy, SentUnroll, UnrollReceipt
-from p2pdrl.tensors.shared_policy import PolicyCopies
+from p2pdrl.tensors.shared_policy import PolicyCopies, PolicyImage
 from p2pdrl.transport import codec
 from p2pdrl.transport.protocol import Address, Refusal, Reply, Transport
 
@@ -24,6 +25,11 @@ SLOWEST_BYTES_S = 1e6
 FETCH_EVERY_S = 0.1
 REST_TIMES = 9.0
 """Between two fetches; more often than a tenth of the time none is under way."""
+INLINE_NUMBERS = 1 << 17
+"""A policy of more parameters is read and put together in a thread."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 async def ask_policy(
@@ -67,20 +73,56 @@ async def ask_policy(
     return answer.meta, got[0] if got and answer.vector_nbytes else None
 
 
-def keep_policy(copies: PolicyCopies, policy: npt.NDArray[np.uint8]) -> int:
-    """Let actors have a policy; return its version.
+async def keep_policy(
+    copies: PolicyCopies, receipt: UnrollReceipt, policy: npt.NDArray[np.uint8] | None
+) -> int | None:
+    """Let actors have what came with a receipt.
+
+    Returns:
+        Version that they have then; -1 where it must come whole next time; None where nothing came.
 
     Raises:
         LayoutMismatchError: it is of another network.
         PoisonedVectorError: a number in it isn't finite.
+        WireError: differences are malformed.
     """
-    if policy.nbytes != copies.nbytes:
-        raise LayoutMismatchError(f"a policy of {policy.nbytes} bytes")
-    return copies.write(policy)
+    if policy is None:
+        return None
+    if not receipt.begins:
+        if policy.nbytes != copies.nbytes:
+            raise LayoutMismatchError(f"a policy of {policy.nbytes} bytes")
+        return copies.write(policy)
+    held = copies.read()
+    version = copies.version
+    if held is None or version is None:
+        return -1
+    if version not in receipt.begins:  # with another actor's unroll came a newer one, maybe
+        return version if version >= receipt.policy_version else -1
+    image, checksum = await _here_or_in_a_thread(copies.size, _after, copies, held, receipt, policy)
+    if copies.version != version:
+        return copies.version
+    return copies.write(image.whole) if checksum == receipt.checksum else -1
+
+
+def _after(
+    copies: PolicyCopies,
+    held: npt.NDArray[np.uint8],
+    receipt: UnrollReceipt,
+    policy: npt.NDArray[np.uint8],
+) -> tuple[PolicyImage, int]:
+    image = PolicyImage.after(held, receipt.begins, policy, size=copies.size, features=copies.features)
+    return image, image.checksum
+
+
+async def _here_or_in_a_thread(size: int, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Compute something on so many numbers without holding up the loop."""
+    if size <= INLINE_NUMBERS:
+        return call(*args, **kwargs)
+    return await asyncio.to_thread(call, *args, **kwargs)
 
 
 class PolicyServer:
-    """Gives out the newest policy of a learner of this node.
+    """Gives out the newest policy of a learner of this node: whole, or as differences from what one has.
 
     It is read from the memory that is shared with the learner once a version, however many ask for it.
 
@@ -90,35 +132,52 @@ class PolicyServer:
 
     def __init__(self, copies: Callable[[], PolicyCopies]) -> None:
         self._copies = copies
-        self._newest: tuple[int, npt.NDArray[np.uint8]] | None = None
+        self._given: tuple[PolicyCopies, PolicyImage, int] | None = None
+        self._reading = asyncio.Lock()
         self.reads = 0
         """How often the memory was read."""
 
-    def newest(self) -> tuple[int, npt.NDArray[np.uint8]] | None:
-        """Return the newest policy and its version; None while there is none."""
-        copies = self._copies()
-        version = copies.version
-        if version is None:
-            return None
-        if self._newest is None or self._newest[0] != version:
-            content = copies.read()
-            if content is None:
-                return self._newest
-            self.reads += 1
-            self._newest = int(content[:8].view(np.uint64)[0]), content
-        return self._newest
+    async def newest(self) -> PolicyImage | None:
+        """Return the newest policy; None while there is none."""
+        found = await self._newest()
+        return None if found is None else found[0]
 
-    def answer(self, held: int) -> Reply:
-        """Return a receipt, with the policy if it is newer than version ``held``."""
-        newest = self.newest()
-        if newest is None:
+    async def _newest(self) -> tuple[PolicyImage, int] | None:
+        """Return the newest policy and its checksum."""
+        async with self._reading:
+            copies = self._copies()
+            version = copies.version
+            if version is None:
+                return None
+            given = self._given
+            before = given[1] if given is not None and given[0] is copies else None
+            if given is None or before is None or before.version != version:
+                content = copies.read()
+                if content is not None:
+                    self.reads += 1
+                    image, checksum = await _here_or_in_a_thread(copies.size, _then, copies, before, content)
+                    given = self._given = copies, image, checksum
+            return None if given is None else given[1:]
+
+    async def answer(self, held: int, *, differences: bool) -> Reply:
+        """Return a receipt, with the policy if it is newer than version ``held``.
+
+        Args:
+            differences: whether it may come as such.
+        """
+        found = await self._newest()
+        if found is None:
             return Reply(msgspec.msgpack.encode(UnrollReceipt(0)))
-        version, content = newest
-        return Reply(
-            msgspec.msgpack.encode(UnrollReceipt(version)), vector=content.data if version > held else None
-        )
+        image, checksum = found
+        if image.version <= held:
+            return Reply(msgspec.msgpack.encode(UnrollReceipt(image.version)))
+        if differences and (since := image.since(held)) is not None:
+            begins, content = since
+            receipt = UnrollReceipt(image.version, begins, checksum)
+            return Reply(msgspec.msgpack.encode(receipt), vector=memoryview(content))
+        return Reply(msgspec.msgpack.encode(UnrollReceipt(image.version)), vector=image.whole.data)
 
-    def fetched(self, asked: FetchPolicy, task_hash: str) -> Reply:
+    async def fetched(self, asked: FetchPolicy, task_hash: str) -> Reply:
         """Serve `FetchPolicy`.
 
         Raises:
@@ -127,9 +186,18 @@ class PolicyServer:
         if asked.task_hash != task_hash:
             raise Refusal(409, "our task is another one")
         try:
-            return self.answer(asked.held)
+            return await self.answer(asked.held, differences=asked.differences)
         except WorkerError as error:
             raise Refusal(503, str(error)) from error
+
+
+def _then(
+    copies: PolicyCopies, before: PolicyImage | None, content: npt.NDArray[np.uint8]
+) -> tuple[PolicyImage, int]:
+    image = (
+        PolicyImage.first(content, copies.size, copies.features) if before is None else before.then(content)
+    )
+    return image, image.checksum
 
 
 class PolicyFollower:
@@ -182,10 +250,10 @@ class PolicyFollower:
         if learner != self._follows:
             self._follows, self.version = learner, -1  # versions of two learners don't compare
         copies = self._copies()
-        message = FetchPolicy(self._task_hash, self.version)
+        message = FetchPolicy(self._task_hash, self.version, differences=True)
         answer, policy = await ask_policy(
             self._transport, learner, address, message, max_bytes=self._max_bytes, moved_bytes=copies.nbytes
         )
-        codec.decode(answer, UnrollReceipt, "learner's answer")
-        if policy is not None:
-            self.version = keep_policy(copies, policy)
+        receipt: UnrollReceipt = codec.decode(answer, UnrollReceipt, "learner's answer")
+        if (version := await keep_policy(copies, receipt, policy)) is not None:
+            self.version = version

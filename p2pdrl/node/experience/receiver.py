@@ -20,6 +20,7 @@ from p2pdrl.node.experience.messages import Enlist, Enlisted, ExperienceRoute, F
 from p2pdrl.node.experience.policy import PolicyServer
 from p2pdrl.strategies.protocol import SwarmView
 from p2pdrl.tensors.board import BoardSpec
+from p2pdrl.tensors.shared_policy import PolicyImage
 from p2pdrl.transport import codec
 from p2pdrl.transport.protocol import Incoming, Refusal, Reply
 
@@ -104,12 +105,13 @@ class ExperienceReceiver(ExperienceRoute):
         except WireError as error:
             raise Refusal(400, str(error)) from error
         if isinstance(message, Enlist):
-            return self._enlist(incoming.sender, message)
+            policy = await self._policy.newest()
+            return self._enlist(incoming.sender, message, policy)
         if isinstance(message, FetchPolicy):
-            return self._policy.fetched(message, self._task_hash)
+            return await self._policy.fetched(message, self._task_hash)
         return await self._take(incoming, message)
 
-    def _enlist(self, sender: str, wanted: Enlist) -> Reply:
+    def _enlist(self, sender: str, wanted: Enlist, policy: PolicyImage | None) -> Reply:
         if wanted.task_hash != self._task_hash:
             raise Refusal(409, "our task is another one")
         spec = self._pool.spec
@@ -118,7 +120,7 @@ class ExperienceReceiver(ExperienceRoute):
         if [(wanted.boot, one) for one in wanted.environments] == [
             (self._claims[number].boot, self._claims[number].environments) for number in own
         ]:
-            return self._enlisted(own)  # it goes on: what it sends again is still known
+            return self._enlisted(own, policy)  # it goes on: what it sends again is still known
         lanes = sorted(own + free)[: len(wanted.environments)]
         if len(lanes) < len(wanted.environments):
             raise Refusal(
@@ -128,7 +130,7 @@ class ExperienceReceiver(ExperienceRoute):
             )
         if max(wanted.environments) > max(spec.shares):
             raise Refusal(422, f"an actor here has {max(spec.shares)} environments at most")
-        enlisted = self._enlisted(lanes)
+        enlisted = self._enlisted(lanes, policy)
         for number in own:
             self._release(number)
         for number, environments in zip(lanes, wanted.environments, strict=True):
@@ -142,8 +144,7 @@ class ExperienceReceiver(ExperienceRoute):
         )
         return enlisted
 
-    def _enlisted(self, lanes: Sequence[int]) -> Reply:
-        policy = self._policy.newest()
+    def _enlisted(self, lanes: Sequence[int], policy: PolicyImage | None) -> Reply:
         if policy is None:
             raise Refusal(503, "no parameters yet")
         enlisted = Enlisted(
@@ -151,7 +152,7 @@ class ExperienceReceiver(ExperienceRoute):
             board=msgspec.msgpack.encode(self._spec().to_wire()),
             unrolls=msgspec.msgpack.encode(self._pool.spec.to_wire()),
         )
-        return Reply(msgspec.msgpack.encode(enlisted), vector=policy[1].data)
+        return Reply(msgspec.msgpack.encode(enlisted), vector=policy.whole.data)
 
     async def _take(self, incoming: Incoming, sent: SentUnroll) -> Reply:
         claim = self._claims.get(sent.lane)
@@ -159,7 +160,7 @@ class ExperienceReceiver(ExperienceRoute):
             raise Refusal(409, "that lane isn't yours: enlist again")
         if sent.serial <= claim.serial:
             claim.repeated += 1
-            return self._policy.answer(sent.held)
+            return await self._policy.answer(sent.held, differences=sent.differences)
         spec, lane = self._pool.spec, self._pool.lanes[sent.lane]
         environments = sent.environments
         if environments > claim.environments:
@@ -205,7 +206,7 @@ class ExperienceReceiver(ExperienceRoute):
             counted=sent.counted,
         )
         lane.running = True  # from now on batches may wait for the next
-        return self._policy.answer(sent.held)
+        return await self._policy.answer(sent.held, differences=sent.differences)
 
     def _wrong(self, incoming: Incoming, why: str) -> Refusal:
         self._strikes.strike(incoming.sender, why)

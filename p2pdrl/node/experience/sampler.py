@@ -184,7 +184,7 @@ class ReplaySampler(ExperienceRoute):
             raise Refusal(
                 503, "this learner takes no unrolls: send them to a node that holds a shard of the replay"
             ) from error
-        return self.policy.fetched(message, self._task_hash)
+        return await self.policy.fetched(message, self._task_hash)
 
     # samples
 

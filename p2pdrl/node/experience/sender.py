@@ -208,11 +208,11 @@ class ExperienceSender:
                 environments=found.environments,
                 held=self._held,
                 counted=self._counts is not None,
+                differences=True,
             )
             try:
                 answer, policy = await self._call(post.learner, post.address, head, found.content)
-                codec.decode(answer, UnrollReceipt, "learner's answer")
-                self._keep(policy)
+                await self._keep(codec.decode(answer, UnrollReceipt, "learner's answer"), policy)
             except PeerRefusedError as error:
                 if error.status in (423, 429):  # no room yet, or more calls a second than a peer may make
                     self.refused += 1
@@ -240,7 +240,7 @@ class ExperienceSender:
                     return post
                 if (found := await self._enlist()) is not None:
                     try:
-                        self._keep(found[1])
+                        await self._keep(UnrollReceipt(0), found[1])
                     except TensorError as error:
                         self._events.remind("experience", f"the learner's policy can't be used: {error}")
                     else:
@@ -277,10 +277,12 @@ class ExperienceSender:
             self._transport, learner, address, message, content, max_bytes=self._max_bytes, moved_bytes=length
         )
 
-    def _keep(self, policy: npt.NDArray[np.uint8] | None) -> None:
+    async def _keep(self, receipt: UnrollReceipt, policy: npt.NDArray[np.uint8] | None) -> None:
         """Let the actors have a policy, where one came; raises as `keep_policy` does."""
-        if policy is not None and self._pool is not None:
-            self._held = keep_policy(self._pool.policy, policy)
+        if self._pool is not None:
+            held = await keep_policy(self._pool.policy, receipt, policy)
+            if held is not None:
+                self._held = held
 
 
 class LentActors:

@@ -8,9 +8,15 @@ import threading
 import numpy as np
 import pytest
 
-from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError
+from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError, WireError
 from p2pdrl.tensors.shared_memory import SharedRegion
-from p2pdrl.tensors.shared_policy import ActingPolicy, PolicyCopies, SharedPolicy
+from p2pdrl.tensors.shared_policy import (
+    MOST_DIFFERENCES,
+    ActingPolicy,
+    PolicyCopies,
+    PolicyImage,
+    SharedPolicy,
+)
 
 
 @pytest.fixture
@@ -126,3 +132,110 @@ def test_a_policy_of_another_length_is_refused(region):
         PolicyCopies(region, 500, 3).write(np.zeros(7, np.uint8))
     with pytest.raises(LayoutMismatchError):
         PolicyCopies(region, 600, 3)
+
+
+WIDE = 10_000
+"""Parameters: three rows of int8."""
+
+
+def content_of(version, vector):
+    """The bytes of a policy, as they lie in memory that a learner wrote."""
+    region = SharedRegion.create(SharedPolicy.nbytes_of(vector.size, (3,)), "policy")
+    SharedPolicy(region, vector.size, (3,)).write(vector, policy_of(version))
+    found = PolicyCopies(region, vector.size, 3).read()
+    region.close()
+    return found
+
+
+def training(rng, updates):
+    """Yield the bytes and the vector of each of some policies, each an update after the one before."""
+    vector = rng.normal(size=WIDE).astype(np.float32)
+    for version in range(1, updates + 1):
+        yield content_of(version, vector), vector
+        vector = vector + rng.normal(scale=1e-3, size=WIDE).astype(np.float32)
+
+
+def test_who_adds_the_differences_has_the_same_bits_however_many_policies_were_between():
+    held, image = {}, None
+    for content, vector in training(np.random.default_rng(1), 40):
+        before = None if image is None else image.vector_D.copy()
+        image = PolicyImage.first(content, WIDE, 3) if image is None else image.then(content)
+        if before is not None:
+            change = np.abs(vector - before)
+            bounds = np.repeat([change[at : at + 4096].max() for at in range(0, WIDE, 4096)], 4096)[:WIDE]
+            assert (np.abs(image.vector_D - vector) <= bounds / 254 + 1e-6).all()
+        # one that takes each policy, one each third, one each fifth, which is beyond what is kept
+        for every in (1, 3, 5):
+            if image.version % every:
+                continue
+            found = image.since(held[every].version) if every in held else None
+            assert (found is None) == (every == 5 or every not in held)
+            if found is None:
+                held[every] = PolicyImage.first(image.whole.copy(), WIDE, 3)
+            else:
+                begins, message = found
+                assert len(begins) == every
+                assert len(message) < 0.27 * every * image.whole.nbytes
+                there = PolicyImage.after(
+                    held[every].whole, begins, np.frombuffer(message, np.uint8), size=WIDE, features=3
+                )
+                assert (there.version, there.checksum) == (image.version, image.checksum)
+                assert there.whole.tobytes() == image.whole.tobytes()
+                held[every] = there
+
+
+def test_what_one_has_of_the_differences_is_passed_over():
+    contents = [content for content, _ in training(np.random.default_rng(2), 4)]
+    images = [PolicyImage.first(contents[0], WIDE, 3)]
+    for content in contents[1:]:
+        images.append(images[-1].then(content))
+    begins, message = images[3].since(1)
+    assert begins == (1, 2, 3)
+    for held in images[:3]:
+        there = PolicyImage.after(held.whole, begins, np.frombuffer(message, np.uint8), size=WIDE, features=3)
+        assert there.checksum == images[3].checksum
+
+
+@pytest.mark.parametrize("why", ["older", "same", "not finite", "after what wasn't finite"])
+def test_what_isnt_the_next_policy_goes_whole(why):
+    (one, _), (two, vector), (three, _) = training(np.random.default_rng(3), 3)
+    image = PolicyImage.first(one, WIDE, 3).then(two)
+    if why == "not finite":
+        vector = vector.copy()
+        vector[77] = np.nan
+        three = content_of(3, vector)
+    if why == "after what wasn't finite":
+        vector = vector.copy()
+        vector[77] = np.inf
+        image = image.then(content_of(2, vector))
+    following = {"older": one, "same": two}.get(why, three)
+    after = image.then(following)
+    assert after.whole.tobytes() == following.tobytes()
+    assert all(after.since(held) is None for held in range(4))
+
+
+@pytest.mark.parametrize("why", ["short", "long", "of another", "too many", "scale"])
+def test_differences_that_are_malformed_are_refused(why):
+    (one, _), (two, _) = training(np.random.default_rng(4), 2)
+    image = PolicyImage.first(one, WIDE, 3)
+    begins, message = image.then(two).since(1)
+    content = np.frombuffer(message, np.uint8).copy()
+    if why == "short":
+        content = content[:-1]
+    if why == "long":
+        content = np.concatenate([content, content[:1]])
+    if why == "of another":
+        begins = (2,)
+    if why == "too many":
+        begins = tuple(range(MOST_DIFFERENCES + 1))
+    if why == "scale":
+        content[64 + 16 * 3 :][:4] = np.frombuffer(np.float32(-1).tobytes(), np.uint8)
+    with pytest.raises(WireError):
+        PolicyImage.after(image.whole, begins, content, size=WIDE, features=3)
+
+
+def test_a_small_policy_goes_whole():
+    one, two = (content_of(version, np.full(4000, version, np.float32)) for version in (1, 2))
+    image = PolicyImage.first(one, 4000, 3).then(two)
+    assert image.since(1) is None
+    assert image.whole.tobytes() == two.tobytes()

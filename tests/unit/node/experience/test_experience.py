@@ -34,7 +34,7 @@ from p2pdrl.workers.protocol import Start
 
 pytestmark = pytest.mark.looptime
 
-SIZE = 50
+SIZE = 10_000
 BOARD = BoardSpec(
     Layout((TensorEntry("w", (SIZE,)),)),
     SidecarLayout((SidecarItem("observations.mean", (3,), "float64", "moments"),)),
@@ -432,6 +432,28 @@ async def test_parameters_are_read_once_a_version(world, monkeypatch):
             assert answer.vector_nbytes == policy.nbytes
         learner.learn()
     assert len(reads) == 5
+
+
+@pytest.mark.parametrize("takes", [False, True], ids=["as older releases", "as this one"])
+async def test_the_next_policy_comes_as_a_difference_to_who_takes_it(world, takes):
+    learner = await world.add(LearnerNode, 1)
+    learner.publish()
+    stranger, (lane,) = await enlisted(world, learner)
+    came = []
+    for version, held in ((1, 0), (2, 0), (3, 0), (4, 0), (5, 4), (6, -1), (6, 6)):
+        learner.version = version
+        learner.publish()
+        sent = head(lane, len(came) + 1, held=held, differences=takes)
+        answer = await call(stranger, learner, sent, unroll_of())
+        receipt = msgspec.msgpack.decode(answer.meta, type=UnrollReceipt)
+        assert receipt.policy_version == version
+        came.append((answer.vector_nbytes, receipt.begins))
+        learner.learn()
+    whole = (learner.pool.policy.nbytes, ())
+    # 112 bytes of what goes with it; three scales and 10,000 levels for each policy since
+    one, two, three = (112 + 10_012 * number for number in (1, 2, 3))
+    differences = [(one, (0,)), (two, (0, 1)), (three, (0, 1, 2)), whole, (one, (4,)), whole, (0, ())]
+    assert came == (differences if takes else [*[whole] * 6, (0, ())])
 
 
 def test_learners_have_as_many_actors_each_as_can_be():

@@ -36,7 +36,7 @@ from p2pdrl.workers.protocol import DrawnRows, DrawRows, Hello, Prioritize
 
 pytestmark = pytest.mark.looptime
 
-SIZE = 6
+SIZE = 10_000
 BOARD = BoardSpec(Layout((TensorEntry("w", (SIZE,)),)), SidecarLayout(()))
 TASK = TaskConfig(
     env=EnvConfig(num_envs=2),
@@ -395,13 +395,31 @@ async def test_a_shards_node_follows_the_learners_policy(world):
         await asyncio.sleep(1)
         assert (follower.version, copies.version) == (version, version)
     assert learner.sampler.policy.reads == 2
+    # who was given something else meanwhile, under the same version, finds out, and asks for a whole policy
+    local = SharedPolicy(region, SIZE, (0,))
+    local.write(np.full(SIZE, 77, np.float32), ActingPolicy(5, 0.1, np.zeros(0), np.ones(0)))
+    out = np.zeros(SIZE, np.float32)
+    theirs.write(np.full(SIZE, 6, np.float32), ActingPolicy(6, 0.1, np.zeros(0), np.ones(0)))
+    for _ in range(100):
+        if follower.version == 5:
+            await asyncio.sleep(0.01)
+    local.read(out)
+    assert follower.version == -1
+    assert (out == 77).all()
+    await asyncio.sleep(1)
+    local.read(out)
+    assert follower.version == 6
+    assert (out == 6).all()
+    theirs.write(np.full(SIZE, 5, np.float32), ActingPolicy(8, 0.1, np.zeros(0), np.ones(0)))
+    await asyncio.sleep(1)
+    assert follower.version == 8
     with pytest.raises(PeerRefusedError) as refused:
         await shard.transport.call(learner.address, learner.id, ROUTE, b"\x00", deadline_s=5.0, lane="bulk")
     assert refused.value.status == 503
-    message = msgspec.msgpack.encode(FetchPolicy("task", 5))
+    message = msgspec.msgpack.encode(FetchPolicy("task", 8))
     answer = await shard.transport.call(
         learner.address, learner.id, ROUTE, message, deadline_s=5.0, lane="bulk"
     )
-    assert msgspec.msgpack.decode(answer.meta, type=UnrollReceipt) == UnrollReceipt(5)
+    assert msgspec.msgpack.decode(answer.meta, type=UnrollReceipt) == UnrollReceipt(8)
     assert answer.vector_nbytes == 0
     region.close()
