@@ -136,6 +136,8 @@ class PolicyServer:
         self._reading = asyncio.Lock()
         self.reads = 0
         """How often the memory was read."""
+        self.given = {"whole": 0, "differences": 0}
+        """How often a policy went with an answer, as what."""
 
     async def newest(self) -> PolicyImage | None:
         """Return the newest policy; None while there is none."""
@@ -173,8 +175,10 @@ class PolicyServer:
             return Reply(msgspec.msgpack.encode(UnrollReceipt(image.version)))
         if differences and (since := image.since(held)) is not None:
             begins, content = since
+            self.given["differences"] += 1
             receipt = UnrollReceipt(image.version, begins, checksum)
             return Reply(msgspec.msgpack.encode(receipt), vector=memoryview(content))
+        self.given["whole"] += 1
         return Reply(msgspec.msgpack.encode(UnrollReceipt(image.version)), vector=image.whole.data)
 
     async def fetched(self, asked: FetchPolicy, task_hash: str) -> Reply:

@@ -247,4 +247,8 @@ class ExperienceReceiver(ExperienceRoute):
             }
             for number, claim in sorted(self._claims.items())
         ]
-        return {"actors": rows, "refused": {str(status): count for status, count in self.refused.items()}}
+        return {
+            "actors": rows,
+            "policies": dict(self._policy.given),
+            "refused": {str(status): count for status, count in self.refused.items()},
+        }

@@ -188,8 +188,11 @@ async def test_each_unroll_arrives_once_and_newer_parameters_come_back(world):
     assert len(set(numbers)) == len(numbers)
     assert node.seen == sorted(node.seen)
     assert node.seen[-1] >= learner.version - 3
-    rows = learner.receiver.figures()["actors"]
+    figures = learner.receiver.figures()
+    rows = figures["actors"]
     assert [(row["environments"], row["lost"]) for row in rows] == [(2, 0), (2, 0)]
+    assert figures["policies"]["differences"] >= 20
+    assert figures["policies"]["whole"] == 0  # the first came when the node enlisted
     assert sum(row["unrolls"] for row in rows) >= len(numbers)
     assert node.sender.works_for == learner.id
 
