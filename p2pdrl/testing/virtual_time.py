@@ -48,8 +48,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return timeout if timeout is None or self._executing else 0.0
 
     def jump(self, seconds: float) -> None:
-        """Nobody has anything to do for so long."""
-        self._now_s = round(self._now_s + seconds, _DIGITS)
+        """Nobody has anything to do for so long: a nanosecond at least, or who looks again would for ever."""
+        self._now_s = round(max(self._now_s + seconds, self._now_s + 10.0**-_DIGITS), _DIGITS)
 
     def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
         """As ever; see ``waits``."""

@@ -37,6 +37,19 @@ def test_timers_come_in_their_order():
     assert run(main()) == run_in_virtual_time(main()) == [1e-7, 0.1, 0.2, 0.3]
 
 
+@pytest.mark.parametrize("runs", [run_in_virtual_time, run])
+def test_who_waits_until_less_than_a_nanosecond_from_now_gets_there(runs):
+    async def main():
+        loop = asyncio.get_running_loop()
+        until_s, looks = loop.time() + 1.8e-15, 0
+        while loop.time() < until_s and looks < 10:
+            looks += 1
+            await asyncio.sleep(until_s - loop.time())
+        return looks
+
+    assert runs(main()) == 1
+
+
 def test_where_nobody_else_is_waited_for_a_wait_for_each_other_is_an_error():
     async def main():
         await asyncio.get_running_loop().create_future()
