@@ -56,6 +56,9 @@ node.state.update(state="stopping", stop={"reached": True, "reason": "solved"})
 )
 """
 
+# `p2pdrl.train` takes port 7700, or the next; so do nodes of the tests with real ones.
+pytestmark = pytest.mark.xdist_group("real processes")
+
 
 @pytest.fixture
 def plan(monkeypatch, tmp_path):
