@@ -205,12 +205,14 @@ class PolicyImage:
     Attributes:
         version: of the policy.
         whole: its bytes, as of `PolicyCopies.read`.
-        features: as there.
+        checksum: CRC-32 of these.
+        size, features: as there.
         differences: at most `MOST_DIFFERENCES`, each with the version that it begins from, oldest first.
     """
 
     version: int
     whole: npt.NDArray[np.uint8]
+    checksum: int
     size: int
     features: int
     differences: tuple[tuple[int, bytes], ...] = ()
@@ -218,17 +220,12 @@ class PolicyImage:
     @classmethod
     def first(cls, content: npt.NDArray[np.uint8], size: int, features: int) -> PolicyImage:
         """Return a policy as it is, which follows none."""
-        return cls(_version_of(content), content, size, features)
+        return cls(_version_of(content), content, zlib.crc32(content.data), size, features)
 
     @property
     def vector_D(self) -> Float32Array:  # noqa: N802 - its shape
         """Its parameters."""
         return _vector_of(self.whole, self.size, self.features)
-
-    @property
-    def checksum(self) -> int:
-        """CRC-32 of it, whole."""
-        return zlib.crc32(self.whole.data)
 
     def then(self, content: npt.NDArray[np.uint8]) -> PolicyImage:
         """Return the image of the next policy: as it is, where it isn't newer, isn't finite or is small."""
@@ -246,7 +243,7 @@ class PolicyImage:
         np.copyto(vector_D, _vector_of(self.whole, size, features))
         _add(vector_D, codec, memoryview(message))
         last = (*self.differences, (self.version, bytes(message)))[-MOST_DIFFERENCES:]
-        return PolicyImage(_version_of(content), whole, size, features, last)
+        return PolicyImage(_version_of(content), whole, zlib.crc32(whole.data), size, features, last)
 
     def since(self, held: int) -> tuple[tuple[int, ...], bytes] | None:
         """Return what makes this one of the image of version ``held``, for `after`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -98,25 +99,23 @@ async def keep_policy(
         return -1
     if version not in receipt.begins:  # with another actor's unroll came a newer one, maybe
         return version if version >= receipt.policy_version else -1
-    image, checksum = await _here_or_in_a_thread(copies.size, _after, copies, held, receipt, policy)
+    image = await _here_or_in_a_thread(
+        copies.size,
+        PolicyImage.after,
+        held,
+        receipt.begins,
+        policy,
+        size=copies.size,
+        features=copies.features,
+    )
     if copies.version != version:
         return copies.version
-    return copies.write(image.whole) if checksum == receipt.checksum else -1
+    return copies.write(image.whole) if image.checksum == receipt.checksum else -1
 
 
-def _after(
-    copies: PolicyCopies,
-    held: npt.NDArray[np.uint8],
-    receipt: UnrollReceipt,
-    policy: npt.NDArray[np.uint8],
-) -> tuple[PolicyImage, int]:
-    image = PolicyImage.after(held, receipt.begins, policy, size=copies.size, features=copies.features)
-    return image, image.checksum
-
-
-async def _here_or_in_a_thread(size: int, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def _here_or_in_a_thread(numbers: int, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Compute something on so many numbers without holding up the loop."""
-    if size <= INLINE_NUMBERS:
+    if numbers <= INLINE_NUMBERS:
         return call(*args, **kwargs)
     return await asyncio.to_thread(call, *args, **kwargs)
 
@@ -132,7 +131,9 @@ class PolicyServer:
 
     def __init__(self, copies: Callable[[], PolicyCopies]) -> None:
         self._copies = copies
-        self._given: tuple[PolicyCopies, PolicyImage, int] | None = None
+        self._image: PolicyImage | None = None
+        self._from: PolicyCopies | None = None
+        """What the newest was read from."""
         self._reading = asyncio.Lock()
         self.reads = 0
         """How often the memory was read."""
@@ -141,25 +142,21 @@ class PolicyServer:
 
     async def newest(self) -> PolicyImage | None:
         """Return the newest policy; None while there is none."""
-        found = await self._newest()
-        return None if found is None else found[0]
-
-    async def _newest(self) -> tuple[PolicyImage, int] | None:
-        """Return the newest policy and its checksum."""
         async with self._reading:
             copies = self._copies()
             version = copies.version
             if version is None:
                 return None
-            given = self._given
-            before = given[1] if given is not None and given[0] is copies else None
-            if given is None or before is None or before.version != version:
+            before = self._image if self._from is copies else None
+            if before is None or before.version != version:
                 content = copies.read()
                 if content is not None:
                     self.reads += 1
-                    image, checksum = await _here_or_in_a_thread(copies.size, _then, copies, before, content)
-                    given = self._given = copies, image, checksum
-            return None if given is None else given[1:]
+                    first = functools.partial(PolicyImage.first, size=copies.size, features=copies.features)
+                    then = first if before is None else before.then
+                    self._image = await _here_or_in_a_thread(copies.size, then, content)
+                    self._from = copies
+            return self._image
 
     async def answer(self, held: int, *, differences: bool) -> Reply:
         """Return a receipt, with the policy if it is newer than version ``held``.
@@ -167,16 +164,15 @@ class PolicyServer:
         Args:
             differences: whether it may come as such.
         """
-        found = await self._newest()
-        if found is None:
+        image = await self.newest()
+        if image is None:
             return Reply(msgspec.msgpack.encode(UnrollReceipt(0)))
-        image, checksum = found
         if image.version <= held:
             return Reply(msgspec.msgpack.encode(UnrollReceipt(image.version)))
         if differences and (since := image.since(held)) is not None:
             begins, content = since
             self.given["differences"] += 1
-            receipt = UnrollReceipt(image.version, begins, checksum)
+            receipt = UnrollReceipt(image.version, begins, image.checksum)
             return Reply(msgspec.msgpack.encode(receipt), vector=memoryview(content))
         self.given["whole"] += 1
         return Reply(msgspec.msgpack.encode(UnrollReceipt(image.version)), vector=image.whole.data)
@@ -193,15 +189,6 @@ class PolicyServer:
             return await self.answer(asked.held, differences=asked.differences)
         except WorkerError as error:
             raise Refusal(503, str(error)) from error
-
-
-def _then(
-    copies: PolicyCopies, before: PolicyImage | None, content: npt.NDArray[np.uint8]
-) -> tuple[PolicyImage, int]:
-    image = (
-        PolicyImage.first(content, copies.size, copies.features) if before is None else before.then(content)
-    )
-    return image, image.checksum
 
 
 class PolicyFollower:
