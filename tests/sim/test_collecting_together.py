@@ -214,6 +214,7 @@ async def pace(threshold: float, *, slow: bool) -> tuple[int, list[float]]:
         await swarm.close()
 
 
+@pytest.mark.slow
 async def test_a_node_that_is_ten_times_slower_costs_the_others_a_tenth_at_most_where_it_is_preempted():
     """DD-PPO (Wijmans 2020, arXiv 1911.00357): its unrolls end once 60 % of the nodes are done."""
     alike, _ = await pace(0.6, slow=False)

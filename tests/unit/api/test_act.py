@@ -337,7 +337,7 @@ def test_bad_masks_are_refused(mask):
         decode_json(body, spec, 8)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.binary(max_size=200), st.dictionaries(st.sampled_from(["rows", "greedy", "values", "x"]), st.text())
 )

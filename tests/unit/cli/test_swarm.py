@@ -228,7 +228,9 @@ def is_gone(pid):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGKILL]
+)
 def test_no_node_outlives_the_command(fake_nodes, tmp_path, number):
     up = fake_nodes(node_1={"stays": True}, node_2={"stays": True})
     parent = in_a_process(21740 + 10 * number, tmp_path / "fake_node.py")

@@ -78,6 +78,7 @@ def test_links_follow_the_order():
     assert in_order(PeerLink(1.0), (1, 0)) == PeerLink(1.0)
 
 
+@pytest.mark.slow
 def test_eight_different_peers_are_put_in_order():
     layers = [Layer(str(i), 1.0 + i % 5, 1.0, 1.0, 1.0) for i in range(24)]
     peers = [Peer(str(n), 1.0 + n / 8) for n in range(8)]

@@ -76,7 +76,7 @@ def chains(draw, most_peers=4):
 
 
 @given(chains())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_the_cut_is_the_best_of_all(chain):
     layers, peers, between, demands = chain
     ways = list(tried(*chain))

@@ -51,7 +51,14 @@ def near(real, said, share):
     assert said.bytes_out_s == pytest.approx(real.bytes_out_s, rel=share)
 
 
-@pytest.mark.parametrize("strategy", EXCHANGING, ids=name)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(one, marks=[pytest.mark.slow] if name(one) in ("StromConfig", "HogwildConfig") else [])
+        for one in EXCHANGING
+    ],
+    ids=name,
+)
 def test_rates_on_a_local_network(strategy):
     real = emulate(SWARMS["lan"], strategy, seconds=8)
     said = predict(SWARMS["lan"], strategy, seconds=8)
@@ -86,6 +93,7 @@ def test_rates_over_long_and_thin_links_and_with_a_straggler(strategy, where, sh
     near(emulate(SWARMS[where], strategy, seconds=20), predict(SWARMS[where], strategy, seconds=20), share)
 
 
+@pytest.mark.slow
 def test_staleness_at_an_asynchronous_server():
     strategy = ServerAsyncConfig(ahead=0)
     swarm = SwarmDescription(nodes=6)

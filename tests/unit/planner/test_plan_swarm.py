@@ -36,6 +36,7 @@ def test_a_file_and_json(tmp_path):
     assert found["swarm"]["size"] == 500
 
 
+@pytest.mark.slow
 def test_the_real_strategies():
     words = ("--nodes", "3", "--seconds", "4", "--strategy", "adpsgd", "--strategy", "grad_average", "--json")
     real, said = (json.loads(run(*words, *more).stdout)["strategies"] for more in (["--real"], []))

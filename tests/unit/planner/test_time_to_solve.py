@@ -84,7 +84,10 @@ def test_time_is_what_steps_and_gradients_cost(virtual):
     assert [one.env_steps // 1000 for one in swarm.judged] == [1, 2]
 
 
-@pytest.mark.parametrize("strategy", ["adpsgd", "grad_average", "server_async"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["adpsgd", *(pytest.param(one, marks=pytest.mark.slow) for one in ("grad_average", "server_async"))],
+)
 def test_a_seed_gives_one_course(virtual, strategy):
     courses = []
     for _ in range(2):
@@ -108,6 +111,7 @@ def test_nodes_see_worlds_of_their_own_and_begin_with_one_policy(virtual):
     assert not np.allclose(ends[0], ends[1])
 
 
+@pytest.mark.slow
 def test_averaged_gradients_keep_replicas_equal(virtual):
     swarm = swarm_of(virtual, 3, "task.strategy.name=grad_average", "task.stop.env_steps=4200")
     apart = []
@@ -124,6 +128,7 @@ def test_averaged_gradients_keep_replicas_equal(virtual):
     assert np.median(apart) < 1e-6  # now and then one is caught between two gradients
 
 
+@pytest.mark.slow
 def test_a_slow_node_makes_fewer_updates_and_holds_nobody_up_under_gossip(virtual):
     even, uneven = (
         swarm_of(virtual, 3, "task.stop.env_steps=3000", factors=factors)
@@ -137,7 +142,7 @@ def test_a_slow_node_makes_fewer_updates_and_holds_nobody_up_under_gossip(virtua
     assert rate == pytest.approx(even.learners[0].updates / even.judged[-1].seconds, rel=0.1)
 
 
-@pytest.mark.parametrize("strategy", ["adpsgd", "grad_average"])
+@pytest.mark.parametrize("strategy", ["adpsgd", pytest.param("grad_average", marks=pytest.mark.slow)])
 def test_nodes_come_and_go(virtual, strategy):
     swarm = swarm_of(virtual, 2, f"task.strategy.name={strategy}", "task.stop.env_steps=4000")
     joined, left = [], []
@@ -200,7 +205,11 @@ def test_nodes_come_and_go_while_it_trains(script):
 
 
 @pytest.mark.parametrize(
-    ("preset", "sets"), [("impala", ()), ("apex_dqn", ("task.algorithm.learning_starts=200",))]
+    ("preset", "sets"),
+    [
+        ("impala", ()),
+        pytest.param("apex_dqn", ("task.algorithm.learning_starts=200",), marks=pytest.mark.slow),
+    ],
 )
 def test_one_learns_and_all_act(script, preset, sets):
     sets = (*sets, "task.stop.env_steps=2000", "task.evaluation.every=1000", "task.evaluation.episodes=2")

@@ -159,7 +159,9 @@ def test_bf16_keeps_what_the_outputs_stand_for():
     trainer.close()
 
 
-@pytest.mark.parametrize("name", GUESSES)
+@pytest.mark.parametrize(
+    "name", ["GuessChoices-v0", *(pytest.param(name, marks=pytest.mark.slow) for name in GUESSES[1:])]
+)
 def test_what_is_shown_is_learned(name):
     env = EnvConfig(id=name, num_envs=16, normalize_returns=False)
     algorithm = PPOConfig(unroll_steps=32, minibatches=4, epochs=6, learning_rate=5e-3, gae_lambda=0.0)

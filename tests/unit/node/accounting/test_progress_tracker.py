@@ -126,6 +126,7 @@ def test_lineages_are_bounded():
     assert progress_tracker.steps("mine") == 5
 
 
+@pytest.mark.slow
 def test_a_crowd_in_many_lineages_takes_no_more_room_than_in_one():
     """A member makes nodes up, of one step each; whoever really did much in another lineage is heard."""
     progress_tracker = tracker_of(A, 1)

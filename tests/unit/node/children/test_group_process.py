@@ -174,6 +174,7 @@ async def meet(nodes):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_three_real_processes_average_and_two_go_on(until):
     """Against numpy in float64; seed 0."""

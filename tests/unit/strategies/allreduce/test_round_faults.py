@@ -144,6 +144,7 @@ async def test_halves_of_a_split_group_go_on_and_come_together_again(config):
         assert len(bowls.nodes[0].swarm.rounds[-1].merged) == 4
 
 
+@pytest.mark.slow
 @BOTH
 async def test_a_lossy_network_slows_rounds_and_breaks_nothing(config):
     async with Bowls(config, seed=3, period_s=CALM_S) as bowls:

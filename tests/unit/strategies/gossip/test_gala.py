@@ -116,6 +116,7 @@ async def test_the_distance_is_bounded_only_while_pushes_lead_from_one_to_all(ma
         assert worst[1] < 2.0
 
 
+@pytest.mark.slow
 async def test_equal_pace_and_no_training_comes_to_one_point(make):
     swarm = make(8, config(partners="exponential"), rate=0.0)
     first = spread(swarm.nodes)

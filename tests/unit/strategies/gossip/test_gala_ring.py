@@ -70,6 +70,7 @@ async def test_all_well_each_takes_from_the_one_before(ring):
     assert set(await ring.sources(ring.nodes[0])) == {4}
 
 
+@pytest.mark.slow
 async def test_one_that_is_frozen_is_passed_over(ring):
     """Nobody's membership notices."""
     await ring.begin()

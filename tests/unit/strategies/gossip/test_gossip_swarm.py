@@ -57,6 +57,7 @@ async def test_eight_nodes_agree_on_their_mean(swarm, wire, partners):
     assert all(estimate < 0.2 * first for estimate in estimates)
 
 
+@pytest.mark.slow
 async def test_exchanges_contract_as_on_the_complete_graph(swarm):
     """Whatever the vectors, an exchange takes 1/(n − 1) of the squared distances from their mean on average.
 

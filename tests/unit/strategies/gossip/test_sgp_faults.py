@@ -25,6 +25,7 @@ def make(make_swarm):
     )
 
 
+@pytest.mark.slow
 async def test_a_frozen_node_blocks_nobody_and_comes_back(make):
     swarm = make(8, sgp(partners="random"))
     mean, first = vectors(swarm.nodes).mean(axis=0), spread(swarm.nodes)

@@ -116,7 +116,7 @@ STEPS = st.lists(
 )
 
 
-@pytest.mark.parametrize("relay", [False, True])
+@pytest.mark.parametrize("relay", [pytest.param(False, marks=pytest.mark.slow), True])
 @settings(max_examples=300, deadline=None)
 @given(steps=STEPS)
 def test_everybody_adds_every_message_once(relay, steps):

@@ -97,6 +97,7 @@ async def test_the_sum_of_all_own_progress_is_in_every_replica():
         assert all(np.abs(residual(node)).max() < TAU for node in crowd.nodes)
 
 
+@pytest.mark.slow
 async def test_losses_repetitions_and_delays_do_no_harm():
     """Seed 3: a fifth of all messages is lost, a tenth comes twice, in any order."""
     async with crowd_of(4, seed=3, period_s=0.05) as crowd:
@@ -142,6 +143,7 @@ async def test_a_newcomer_to_one_who_was_alone_for_long():
         assert crowd.nodes[0].strategy.facts["bases_taken"] == 0
 
 
+@pytest.mark.slow
 async def test_who_was_frozen_goes_on():
     async with crowd_of(4, period_s=0.05) as crowd:
         await crowd.start()
@@ -153,7 +155,9 @@ async def test_who_was_frozen_goes_on():
         assert apart(crowd) < 2e-6
 
 
-@pytest.mark.parametrize("window_bytes", [300, pytest.param(1 << 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "window_bytes", [pytest.param(size, marks=pytest.mark.slow) for size in (300, 1 << 20)]
+)
 async def test_after_a_partition_all_come_to_one_base(window_bytes):
     async with crowd_of(6, period_s=0.05) as crowd:
         for node in crowd.nodes:
