@@ -420,8 +420,8 @@ def single(settings: Mapping[str, Mapping[int, Sequence[Mapping[str, str]]]]) ->
 
 def middle(rows: Sequence[Mapping[str, str]], key: str) -> float | None:
     """The median, in which seeds that weren't solved count as infinite; None where it is one of those."""
-    values = sorted(float(row[key]) if row["solved"] == "1" else float("inf") for row in rows)
-    value = statistics.median_high(values)
+    values = [float(row[key]) if row["solved"] == "1" else float("inf") for row in rows]
+    value = statistics.median(values)
     return None if value == float("inf") else value
 
 

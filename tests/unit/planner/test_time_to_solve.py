@@ -283,6 +283,20 @@ def test_the_table_compares_with_the_quickest_single_node(script):
     assert len({line.count("|") for line in lines}) == 1
 
 
+def test_of_an_even_number_of_seeds_the_median_lies_between_two(script):
+    rows = [
+        *(row("constant", 1, seed, seconds, 50_000) for seed, seconds in ((1, 100), (2, 140))),
+        *(row("constant", 2, seed, seconds, 50_000) for seed, seconds in ((1, 50), (2, 70))),
+        row("constant", 4, 1, 20, 50_000),
+        row("constant", 4, 2, 300, 300_000, solved=False),
+    ]
+    lines = script.table(rows)
+    two = next(line for line in lines if line.startswith("| constant | 2 |"))
+    assert two.startswith("| constant | 2 | 2 of 2 | 60 (50 to 70) | 2.00 |")
+    four = next(line for line in lines if line.startswith("| constant | 4 |"))
+    assert four.startswith("| constant | 4 | 1 of 2 | 20 |  |"), "half of them solved says nothing"
+
+
 def checkpoint_of(task, favours=None):
     """A checkpoint's content; of a policy that always takes the action that it ``favours``."""
     trainer = build_trainer(task, seed=1, device="cpu")
