@@ -26,7 +26,8 @@ def ended(node):
     return node.process.poll() is not None
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
 def test_cartpole_is_solved_under_churn(swarm, wait_until, seed):
     """Seeded kills, leaves and joins; at least two nodes stay up at any time."""
     rng = random.Random(seed)
