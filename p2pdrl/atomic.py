@@ -83,9 +83,14 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def remove_leftovers(folder: Path) -> int:
-    """Delete the temporary files that a killed process left in ``folder``; return how many."""
-    leftovers = list(folder.glob(f".*{_TMP_SUFFIX}"))
+def remove_leftovers(folder: Path, *names: str) -> int:
+    """Delete the temporary files that killed processes left in ``folder``; return how many.
+
+    Args:
+        names: the files that they were to become; by default any.
+    """
+    patterns = [f".{name}.{'?' * 8}{_TMP_SUFFIX}" for name in names] or [f".*{_TMP_SUFFIX}"]
+    leftovers = [leftover for pattern in patterns for leftover in folder.glob(pattern)]
     for leftover in leftovers:
         leftover.unlink(missing_ok=True)
     return len(leftovers)

@@ -39,6 +39,13 @@ def test_leftovers_are_removed_and_other_files_stay(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mine.tmp"]
 
 
+def test_leftovers_of_some_files_alone_are_removed(tmp_path):
+    for name in ("f", "g", "f.json"):
+        write_beside(tmp_path / name, (b"killed before the rename",))
+    assert remove_leftovers(tmp_path, "f", "h") == 1
+    assert sorted(path.name.rsplit(".", 2)[0] for path in tmp_path.iterdir()) == [".f.json", ".g"]
+
+
 @pytest.mark.parametrize(("number", "raises"), [(errno.EINVAL, False), (errno.EIO, True)])
 def test_a_folder_that_cannot_be_flushed_is_excused_but_a_broken_disk_is_not(
     tmp_path, monkeypatch, number, raises

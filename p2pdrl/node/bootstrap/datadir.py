@@ -19,14 +19,15 @@ from types import TracebackType
 
 import platformdirs
 
-from p2pdrl.atomic import storage_error, write_atomic
+from p2pdrl.atomic import remove_leftovers, storage_error, write_atomic
 from p2pdrl.errors import DataDirLockedError, DataDirUnusableError, StorageError
 
 __all__ = ["RATES_FILE", "SWARM_FILE", "DataDir"]
 
 RATES_FILE = "rates"
-SWARM_FILE = "swarm.json"
 """What a node's processes share to keep to `node.limits.upload_bytes_s`; see `transport.rate`."""
+SWARM_FILE = "swarm.json"
+"""What is remembered of swarms; see `node.state.swarm_memory`."""
 
 _MOST_NODES = 1000
 _TOKEN = re.compile(rb"[0-9a-f]{64}")
@@ -47,6 +48,7 @@ class DataDir:
         self.keep = existed
         """To be set once the node trains; a folder that wasn't there before a start that fails goes again."""
         self._lock: int | None = lock
+        remove_leftovers(path, *_FROM_THE_START, SWARM_FILE)  # others may have theirs here
 
     @classmethod
     def acquire(

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from p2pdrl import atomic
+from p2pdrl.atomic import write_beside
 from p2pdrl.errors import DataDirLockedError, DataDirUnusableError, StorageError, UsageError
 from p2pdrl.node.bootstrap import datadir
 from p2pdrl.node.bootstrap.datadir import DataDir
@@ -81,6 +82,13 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path):
         holder.kill()
         holder.wait()
         DataDir.acquire(tmp_path).release()
+
+
+def test_what_a_killed_process_left_half_written_goes(tmp_path):
+    for name in ("token", "swarm.json", "identity.key", "notes"):
+        write_beside(tmp_path / name, (b"half",))
+    DataDir.acquire(tmp_path).release()
+    assert {path.name[:6] for path in tmp_path.iterdir()} == {"lock", ".notes"}
 
 
 def test_the_token_is_private_and_stays(tmp_path):
