@@ -37,7 +37,7 @@ def start_vectors(task_seed: int, node_seeds: list[int]) -> np.ndarray:
 def unmoved(nodes) -> list[np.ndarray]:
     """Return everybody's parameters; nothing while they change."""
     before = [node.params() for node in nodes]
-    time.sleep(0.5)  # the slowest publishes four times a second
+    time.sleep(2.0)  # the slowest publishes four times a second, of which a busy machine may miss some
     now = [node.params() for node in nodes]
     return now if np.array_equal(before, now) else []
 
