@@ -48,7 +48,6 @@ class DataDir:
         self.keep = existed
         """To be set once the node trains; a folder that wasn't there before a start that fails goes again."""
         self._lock: int | None = lock
-        remove_leftovers(path, *_FROM_THE_START, SWARM_FILE)  # others may have theirs here
 
     @classmethod
     def acquire(
@@ -171,6 +170,7 @@ def _lock(folder: Path) -> int | None:
             raise
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        remove_leftovers(folder, *_FROM_THE_START, SWARM_FILE)  # others may have theirs here
     except OSError as error:
         os.close(descriptor)
         raise storage_error("lock the data folder", folder, error) from error

@@ -5,6 +5,7 @@ import fcntl
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -89,6 +90,19 @@ def test_what_a_killed_process_left_half_written_goes(tmp_path):
         write_beside(tmp_path / name, (b"half",))
     DataDir.acquire(tmp_path).release()
     assert {path.name[:6] for path in tmp_path.iterdir()} == {"lock", ".notes"}
+
+
+def test_a_folder_that_lets_nothing_be_removed_is_a_storage_error(tmp_path, monkeypatch):
+    write_beside(tmp_path / "token", (b"half",))
+
+    def refused(path, **_):
+        raise PermissionError(errno.EACCES, "no", str(path))
+
+    with monkeypatch.context() as context:
+        context.setattr(Path, "unlink", refused)
+        with pytest.raises(StorageError, match="--data-dir"):
+            DataDir.acquire(tmp_path)
+    DataDir.acquire(tmp_path).release()  # nothing holds the lock
 
 
 def test_the_token_is_private_and_stays(tmp_path):
