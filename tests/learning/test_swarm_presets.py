@@ -80,7 +80,7 @@ CASES = {
     "ddppo": Case(475, 600_000, 900),
     "param_average": Case(475, 600_000, 900),
     "federated": Case(475, 2_000_000, 900, nodes=8),
-    "hogwild": Case(475, 2_000_000, 900),
+    "hogwild": Case(475, 1_000_000, 900),
     "a3c": Case(475, 2_000_000, 900),
     "impala": Case(475, 600_000, 900, roles=("--learners", "1"), sets=(*GOAL, "task.stop.env_steps=600000")),
     "rapid": Case(475, 600_000, 900, nodes=4, roles=("--learners", "2")),

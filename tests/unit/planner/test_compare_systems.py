@@ -61,7 +61,7 @@ def test_a_node_makes_as_many_steps_a_second_with_any_number_of_environments_and
 
     assert delay_s("sgp") == 8 * 0.002  # 8 environments
     assert delay_s("gala") == 16 * 0.002
-    assert delay_s("hogwild") == 2 * 16 * 0.002  # two learners with 16 each
+    assert delay_s("hogwild") == 2 * 8 * 0.002  # two learners with 8 each
 
 
 def test_who_does_what(script):
