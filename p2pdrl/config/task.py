@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from p2pdrl.config.fields import (
+    LATER,
     Count,
     Fraction,
     Natural,
@@ -275,6 +276,11 @@ class PPOConfig(
     """Weight of the entropy bonus: higher explores longer and ends less sharp."""
     max_grad_norm: Positive = 0.5
     """Global gradient norm is clipped to this."""
+    reset_optimizer: Annotated[bool, LATER] = False
+    """Have Adam begin anew with each update on parameters that were averaged with peers' (Asadi 2023, arXiv
+    2306.17833), where updates are divided (``task.scaling``): what it remembers is of the path of one
+    learner's parameters. Its first steps are larger then, which suits LunarLander, not MinAtar's Breakout.
+    One learner alone keeps its memory."""
     normalize_advantages: bool = True
     """Shift and scale advantages to zero mean, unit deviation."""
     normalize_over: Literal["batch", "minibatch"] = "batch"

@@ -199,7 +199,7 @@ class Optimizer:
         cut = [torch.split(vector_D, sizes) for vector_D in self._vectors.values()]
         self._slots = [tuple(vector[number] for vector in cut) for number in range(len(sizes))]
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Let the next step be the first; no effect while the state is offloaded."""
         if self._offloaded is None:
             for vector_D in self._vectors.values():

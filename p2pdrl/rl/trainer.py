@@ -36,8 +36,6 @@ __all__ = ["PeriodicEvaluation", "Pipelineable", "StepStats", "Trainer"]
 
 LEAST_MINIBATCHES = 4
 """Of a share that is cut further."""
-LONG_UPDATE = 50
-"""Gradients, five times as many as Adam's mean is over."""
 Vector = npt.NDArray[np.float32]
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -180,7 +178,7 @@ class Trainer:
         self.policy_version = 0
         self.collected: Callable[[], object] | None = None
         self._batch_share = 1.0
-        self._forgets = False
+        self._resets = False
         """Whether an update on mixed parameters is an optimizer's first."""
         self._mixed = False
         """Whether peers changed the parameters since the last update began."""
@@ -199,9 +197,9 @@ class Trainer:
         if self.collected is not None:
             self.collected()
         algorithm.policy_version = self.policy_version
-        if self._forgets and self._mixed:
+        if self._resets and self._mixed:
             for loss in algorithm.losses:
-                loss.optimizer.forget()
+                loss.optimizer.reset()
         self._mixed = False
         metrics = algorithm.update(batch)
         self.source.commit()
@@ -463,8 +461,7 @@ class Trainer:
                 the configuration. Unless it is 0, parameters are averaged, after each update: shares are then
                 cut further, up to n times, so that learners are apart for a short time only; a slower
                 learner's share has fewer minibatches, of as many rows as the others'; and optimizers begin
-                anew with each update of `LONG_UPDATE` gradients or more on parameters that were mixed: what
-                they remember is of another path than that of the average.
+                anew with each update on parameters that were mixed, if the algorithm is configured so.
             speed: of this learner, that of the fastest one being 1. Parts are in proportion to it; with 0 its
                 learning rate is 0, and what it makes short.
             total_speed: of all of them, the n of these rules; 0 takes all for equally fast.
@@ -477,8 +474,7 @@ class Trainer:
         algorithm.cuts = cuts / speed if rate_power else 1.0
         self._batch_share = self.source.share(rank, learners, part / cuts)
         algorithm.rate_factor = moves * min(1.0, self._batch_share * cuts / speed) ** -rate_power
-        gradients = algorithm.epochs * max(1, round(algorithm.minibatches / algorithm.cuts))
-        self._forgets = bool(rate_power) and total > 1.0 and gradients >= LONG_UPDATE
+        self._resets = algorithm.reset_optimizer and bool(rate_power) and total > 1.0
 
     def close(self) -> None:
         """Close the source and the split engine's devices."""

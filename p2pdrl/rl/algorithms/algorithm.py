@@ -178,6 +178,8 @@ class Algorithm(ABC, Generic[BatchT]):
         epochs: passes over each unroll, likewise.
         cuts: into how many shorter ones an update is cut, each with as many times fewer minibatches; set
             before updates.
+        reset_optimizer: optimizers begin anew with each update on parameters that peers changed, as the
+            configuration says.
     """
 
     losses: Sequence[Loss[Any]]
@@ -189,6 +191,7 @@ class Algorithm(ABC, Generic[BatchT]):
     minibatches: int = 1
     cuts: float = 1.0
     epochs: int = 1
+    reset_optimizer: bool = False
 
     def learning_rate(self, configured: float, anneal: Literal["none", "linear"]) -> float:
         """Return the learning rate at the swarm's progress and size."""

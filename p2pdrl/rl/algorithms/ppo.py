@@ -99,6 +99,7 @@ class PPO(Algorithm[Unroll]):
     ) -> None:
         self._config = config
         self.minibatches, self.epochs = config.minibatches, config.epochs
+        self.reset_optimizer = config.reset_optimizer
         self._flat = flat
         self._generator = generator
         self._objective = PPOObjective(

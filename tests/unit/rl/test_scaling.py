@@ -134,20 +134,18 @@ def test_an_update_begins_with_what_peers_changed_while_its_batch_was_collected(
 
 
 @pytest.mark.parametrize(
-    ("minibatches", "shares", "begins_anew"),
+    ("asked", "shares", "begins_anew"),
     [
-        (16, ((0, 4, 0.5), (0, 4, 0.5)), True),
-        (16, ((0, 1, 0.5), (0, 1, 0.5)), False),
-        (16, ((0, 4, 0.0), (0, 4, 0.0)), False),
-        (16, ((0, 4, 0.5), (0, 1, 0.5)), False),
-        (16, ((0, 1, 0.5), (0, 4, 0.5)), True),
-        (8, ((0, 4, 0.5), (0, 4, 0.5)), False),  # of 32 gradients
+        (True, ((0, 4, 0.5), (0, 4, 0.5)), True),
+        (True, ((0, 1, 0.5), (0, 1, 0.5)), False),
+        (True, ((0, 4, 0.0), (0, 4, 0.0)), False),
+        (True, ((0, 4, 0.5), (0, 1, 0.5)), False),
+        (True, ((0, 1, 0.5), (0, 4, 0.5)), True),
+        (False, ((0, 4, 0.5), (0, 4, 0.5)), False),
     ],
 )
-def test_optimizers_begin_anew_with_each_long_update_whose_result_is_averaged(
-    minibatches, shares, begins_anew
-):
-    learner, made = trainer(PPOConfig(unroll_steps=64, epochs=4, minibatches=minibatches)), []
+def test_optimizers_begin_anew_with_each_update_whose_result_is_averaged_if_asked(asked, shares, begins_anew):
+    learner, made = trainer(ppo(64, reset_optimizer=asked)), []
     for share in shares:
         learner.share(*share)
         learner.add_delta(np.zeros_like(learner.flat))
