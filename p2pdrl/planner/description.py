@@ -73,8 +73,8 @@ class Update(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     rows: Annotated[int, Meta(ge=1)] = 256
     """Environment steps of each of its gradients, while it isn't divided."""
     parts: Annotated[int, Meta(ge=1)] = 16
-    """Among how many learners it can be divided: each makes 8 steps of each environment at least, and
-    ``unroll_steps`` of 128 are 16 parts. More learners than that enlarge it."""
+    """Among how many learners it can be divided: each makes 8 steps of 8 environments at least, and
+    ``unroll_steps`` of 128 in 8 environments are 16 parts. More learners than that enlarge it."""
     fixed: Share = 0.1
     """Share of ``update_s`` that any part of it takes: what a gradient costs, however few rows it has."""
     critical_rows: NonNegative = 0.0

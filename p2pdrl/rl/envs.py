@@ -207,7 +207,7 @@ class VectorEnv:
         seed: every random stream of the batch follows from it.
         action_mask: key of masks; see ``EnvConfig.action_mask``.
         info_mask: whether masks come with the environments' ``info``.
-        step_delay_s: seconds slept at each step, to emulate a slow environment.
+        step_delay_s: seconds slept at each step of all, to emulate a slow environment.
         seed_bits: that each environment's own seed has: gymnasium's take 32, not everybody's.
 
     Attributes:
@@ -253,12 +253,17 @@ class VectorEnv:
         obs_BX, infos = self._env.reset(seed=self._seeds)
         return np.asarray(obs_BX) if self._packer is None else self._packer.pack(obs_BX, infos)
 
+    @property
+    def steps_some(self) -> bool:
+        """Whether `step` can leave environments where they are."""
+        return isinstance(self._env, SerialVectorEnv)
+
     def step(self, actions: Array) -> tuple[Array, Array, Array, Array]:
-        """Take one step in every environment.
+        """Take one step in every environment, or, where `steps_some`, in as many as there are actions.
 
         Args:
             actions: B integers from zero, or B x A of them, or B x A floats, which are clipped to the bounds
-                here and nowhere else.
+                here and nowhere else. B may be less than all: the first ones.
 
         Returns:
             obs_BX, rewards_B, terminated_B, truncated_B; arrays may be overwritten by the next call.
@@ -268,7 +273,7 @@ class VectorEnv:
         if self._packer is not None:
             obs_BX = self._packer.pack(obs_BX, infos)
         if self._step_delay_s > 0.0:
-            self._sleep(self._step_delay_s)
+            self._sleep(self._step_delay_s * len(rewards_B) / self.num_envs)
         return obs_BX, rewards_B, terminated_B, truncated_B
 
     def to_space(self, actions: Array) -> Array:

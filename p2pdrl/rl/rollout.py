@@ -197,18 +197,40 @@ class Collector:
         self._returns_B = np.zeros(B)
         self._lengths_B = np.zeros(B, dtype=np.int64)
         self._raw_obs_T1BX[-1] = env.reset()
+        self._newest_B = np.full(B, T)
+        """Row of each environment's last observation."""
+        self._running = B
+        """The first so many environments made the last unroll."""
         self._steps = T
         """Of the last unroll."""
 
-    def collect(self, preempted: Callable[[], bool] | None = None, *, steps: int | None = None) -> RawUnroll:
+    @property
+    def num_envs(self) -> int:
+        """B of an unroll of all environments."""
+        return self._env.num_envs
+
+    @property
+    def collects_some(self) -> bool:
+        """Whether `collect` can leave environments where they are."""
+        return self._env.steps_some
+
+    def collect(
+        self,
+        preempted: Callable[[], bool] | None = None,
+        *,
+        steps: int | None = None,
+        environments: int | None = None,
+    ) -> RawUnroll:
         """Run T steps in every environment with the policy as it is now.
 
         Args:
             preempted: asked after each step: whether to end here. The unroll has fewer steps then, but at
                 least one that is valid.
             steps: in place of T, which is the most; at least 2, as all environments may begin with a reset.
+            environments: the first so many run, where `collects_some`; None means all.
         """
-        state_BS = None if self._state_BS is None else self._state_BS.clone()
+        self._running = B = environments or self.num_envs
+        state_BS = None if self._state_BS is None else self._state_BS[:B].clone()
         if self._asked is None:
             episodes, features = self._act_and_step(steps or self.unroll_steps, preempted)
             judged = self._judged(features, state_BS)
@@ -216,18 +238,19 @@ class Collector:
             episodes, judged = self._ask_and_step(self._asked, steps or self.unroll_steps, preempted)
         T = self._steps
         return RawUnroll(
-            obs_T1BX=self._raw_obs_T1BX[: T + 1],
+            obs_T1BX=self._raw_obs_T1BX[: T + 1, :B],
             seen_T1BX=judged.seen_T1BX,
-            actions=self._actions[:T].to(self._generator.device),
+            actions=self._actions[:T, :B].to(self._generator.device),
             log_probs_TB=judged.log_probs_TB,
             values_T1B=judged.values_T1B,
-            rewards_TB=self._rewards_TB[:T],
-            terminated_TB=self._terminated_TB[:T],
-            truncated_TB=self._truncated_TB[:T],
-            valid_TB=self._valid_TB[:T],
+            rewards_TB=self._rewards_TB[:T, :B],
+            terminated_TB=self._terminated_TB[:T, :B],
+            truncated_TB=self._truncated_TB[:T, :B],
+            valid_TB=self._valid_TB[:T, :B],
             episodes=episodes,
             state_BS=state_BS,
             taken_TB=judged.taken_TB,
+            columns_B=None if self.num_envs == B else np.arange(B),
         )
 
     def close(self) -> None:
@@ -236,8 +259,8 @@ class Collector:
 
     @torch.no_grad()
     def _judged(self, features: list[Tensor], state_BS: Tensor | None) -> _Judged:
-        device, T = self._generator.device, self._steps
-        obs_T1BX, actions = self._obs_T1BX[: T + 1].to(device), self._actions[:T].to(device)
+        device, T, B = self._generator.device, self._steps, self._running
+        obs_T1BX, actions = self._obs_T1BX[: T + 1, :B].to(device), self._actions[:T, :B].to(device)
         if (judged := self._policy.judge(obs_T1BX, actions)) is not None:
             taken_TB, values_T1B = judged
             return _Judged(obs_T1BX, torch.zeros_like(taken_TB), values_T1B, taken_TB)
@@ -251,7 +274,7 @@ class Collector:
             log_probs_TB, values_TB = self._policy.evaluate(obs_T1BX[:-1], actions)
             values_T1B = torch.cat((values_TB, self._policy.values(obs_T1BX[-1:])))
             return _Judged(obs_T1BX, log_probs_TB, values_T1B)
-        valid_TB = torch.from_numpy(self._valid_TB[:T]).to(device)
+        valid_TB = torch.from_numpy(self._valid_TB[:T, :B]).to(device)
         context = RecurrentContext(_starts_T1B(valid_TB).T, state_BS)
         outputs = self._policy.outputs(obs_T1BX.transpose(0, 1), context)
         log_std = outputs.log_std
@@ -269,9 +292,10 @@ class Collector:
         There are none where policy and value function share no layers.
         """
         device, policy, normalizer = self._generator.device, self._policy, self._normalizer
-        raw, obs_T1BX = self._raw_obs_T1BX, self._obs_T1BX.numpy()
-        obs_views = self._obs_T1BX.unbind()
-        noise_views = policy.noise((steps, self._env.num_envs), self._generator).unbind()
+        B, state_BS = self._running, self._running_state()
+        raw, obs_T1BX = self._raw_obs_T1BX[:, :B], self._obs_T1BX.numpy()[:, :B]
+        obs_views = self._obs_T1BX[:, :B].unbind()
+        noise_views = policy.noise((steps, B), self._generator).unbind()
         shared = policy if isinstance(policy, ActorCritic) and policy.shares_features else None
         kept: list[Tensor] = []
 
@@ -283,15 +307,15 @@ class Collector:
         def act(t: int) -> Tensor:
             obs_BX = seen(t)
             if shared is None:
-                return policy.act(obs_BX, noise_views[t], self._state_BS)
-            kept.append(shared.lasting_features(obs_BX, self._state_BS, narrow=self._narrow))
+                return policy.act(obs_BX, noise_views[t], state_BS)
+            kept.append(shared.lasting_features(obs_BX, state_BS, narrow=self._narrow))
             return shared.act_on(kept[t], obs_BX, noise_views[t])
 
         episodes = self._step_through(act, steps, preempted)
         last_BX = seen(self._steps)
         if shared is not None:
-            state_BS = None if self._state_BS is None else self._state_BS.clone()
-            kept.append(shared.lasting_features(last_BX, state_BS, narrow=self._narrow))
+            after_BS = None if state_BS is None else state_BS.clone()
+            kept.append(shared.lasting_features(last_BX, after_BS, narrow=self._narrow))
         return episodes, kept
 
     @torch.inference_mode()
@@ -299,14 +323,15 @@ class Collector:
         self, asked: AskedPolicy, steps: int, preempted: Callable[[], bool] | None
     ) -> tuple[list[tuple[float, int]], _Judged]:
         """Fill the buffers with so many steps; return ended episodes, and what the other process said."""
-        raw = self._raw_obs_T1BX
-        noise_views = self._policy.noise((steps, self._env.num_envs), self._generator).unbind()
+        B, state_BS = self._running, self._running_state()
+        raw = self._raw_obs_T1BX[:, :B]
+        noise_views = self._policy.noise((steps, B), self._generator).unbind()
         log_probs: list[Tensor] = []
         values: list[Tensor] = []
         taken: list[Tensor] = []
 
         def act(t: int) -> Tensor:
-            found = asked.ask(raw[t], noise_views[t], self._state_BS)
+            found = asked.ask(raw[t], noise_views[t], state_BS)
             log_probs.append(found.log_probs_B.clone())
             values.append(found.values_B.clone())
             if found.taken_B is not None:
@@ -315,8 +340,8 @@ class Collector:
 
         episodes = self._step_through(act, steps, preempted)
         # the noise counts for nothing: who learns asks for the last observation's value alone
-        state_BS = None if self._state_BS is None else self._state_BS.clone()
-        values.append(asked.ask(raw[self._steps], noise_views[-1], state_BS).values_B.clone())
+        after_BS = None if state_BS is None else state_BS.clone()
+        values.append(asked.ask(raw[self._steps], noise_views[-1], after_BS).values_B.clone())
         taken_TB = torch.stack(taken) if taken else None
         return episodes, _Judged(None, torch.stack(log_probs), torch.stack(values), taken_TB)
 
@@ -327,9 +352,11 @@ class Collector:
 
         Fills the raw observations and all that environments say of steps, and counts the steps.
         """
-        raw = self._raw_obs_T1BX
-        raw[0] = raw[self._steps]
-        action_views = self._actions.unbind()
+        B, state_BS = self._running, self._running_state()
+        raw, running_B = self._raw_obs_T1BX[:, :B], self._running_B[:B]
+        returns_B, lengths_B = self._returns_B[:B], self._lengths_B[:B]
+        raw[0] = raw[self._newest_B[:B], np.arange(B)]
+        action_views = self._actions[:, :B].unbind()
         episodes: list[tuple[float, int]] = []
         for t in range(steps):
             actions = act(t).cpu()
@@ -337,27 +364,31 @@ class Collector:
             done = self._policy.to_environment(actions.numpy())
             raw[t + 1], rewards_B, terminated_B, truncated_B = self._env.step(done)
             # a step that only resets pays nobody, also where a lost life's game goes on and pays
-            np.multiply(rewards_B, self._running_B, out=self._rewards_TB[t], casting="same_kind")
-            self._terminated_TB[t] = terminated_B
-            self._truncated_TB[t] = truncated_B
-            self._valid_TB[t] = self._running_B
-            self._returns_B += rewards_B
-            self._lengths_B += self._running_B
-            if self._state_BS is not None and not self._running_B.all():  # that step was a reset
-                self._state_BS[torch.from_numpy(~self._running_B).to(self._state_BS.device)] = 0.0
+            np.multiply(rewards_B, running_B, out=self._rewards_TB[t, :B], casting="same_kind")
+            self._terminated_TB[t, :B] = terminated_B
+            self._truncated_TB[t, :B] = truncated_B
+            self._valid_TB[t, :B] = running_B
+            returns_B += rewards_B
+            lengths_B += running_B
+            if state_BS is not None and not running_B.all():  # that step was a reset
+                state_BS[torch.from_numpy(~running_B).to(state_BS.device)] = 0.0
             ends_B = terminated_B | truncated_B
             if ends_B.any():
                 over_B = self._env.games_over(ends_B)
-                ended = zip(self._returns_B[over_B].tolist(), self._lengths_B[over_B].tolist(), strict=True)
+                ended = zip(returns_B[over_B].tolist(), lengths_B[over_B].tolist(), strict=True)
                 episodes.extend(ended)
-                self._returns_B[over_B] = 0.0
-                self._lengths_B[over_B] = 0
-            self._running_B = ~ends_B
-            if preempted is not None and preempted() and self._valid_TB[: t + 1].any():
+                returns_B[over_B] = 0.0
+                lengths_B[over_B] = 0
+            np.logical_not(ends_B, out=running_B)
+            if preempted is not None and preempted() and self._valid_TB[: t + 1, :B].any():
                 steps = t + 1
                 break
-        self._steps = steps
+        self._steps = self._newest_B[:B] = steps
         return episodes
+
+    def _running_state(self) -> Tensor | None:
+        """Return the recurrent state of the environments that run: a view."""
+        return None if self._state_BS is None else self._state_BS[: self._running]
 
 
 def _log_probs(outputs: PolicyOutputs, actions: Tensor) -> Tensor:

@@ -69,9 +69,14 @@ class SerialVectorEnv(gym.vector.VectorEnv[Array, Array, Array]):
         return self._obs_BX, {}
 
     def step(self, actions: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
-        """Step every environment, or reset those whose episode has ended."""
+        """Step every environment, or reset those whose episode has ended.
+
+        Args:
+            actions: of the first environments; those that have none stand still, and aren't returned.
+        """
+        n = len(actions)
         obs_BX, rewards_B, over = self._obs_BX, self._rewards_B, self._over
-        for number, step in enumerate(self._steps):
+        for number, step in enumerate(self._steps[:n]):
             if over[number]:
                 obs_BX[number], self.infos[number] = self.envs[number].reset()
                 rewards_B[number] = 0.0
@@ -83,7 +88,7 @@ class SerialVectorEnv(gym.vector.VectorEnv[Array, Array, Array]):
             if terminated or truncated:
                 self._terminated_B[number], self._truncated_B[number] = terminated, truncated
                 over[number] = True
-        return obs_BX, rewards_B, self._terminated_B, self._truncated_B, {}
+        return obs_BX[:n], rewards_B[:n], self._terminated_B[:n], self._truncated_B[:n], {}
 
     def close_extras(self, **_: Any) -> None:
         """Close every environment."""

@@ -472,7 +472,7 @@ class Trainer:
         cuts = min(round(total), algorithm.minibatches // LEAST_MINIBATCHES, self.source.most_cuts(part))
         cuts = max(1, cuts) if rate_power else 1
         algorithm.cuts = cuts / speed if rate_power else 1.0
-        self._batch_share = self.source.share(rank, learners, part / cuts)
+        self._batch_share = self.source.share(rank, learners, part, cuts)
         algorithm.rate_factor = moves * min(1.0, self._batch_share * cuts / speed) ** -rate_power
         self._resets = algorithm.reset_optimizer and bool(rate_power) and total > 1.0
 

@@ -173,10 +173,10 @@ class ActorSource(Source[BatchT]):
                 room -= one.environments
         return sorted(chosen, key=lambda entry: entry[0])
 
-    def share(self, rank: int, learners: int, part: float) -> float:
+    def share(self, rank: int, learners: int, part: float, cuts: int = 1) -> float:
         """Divide the environments of a batch, as far as whole unrolls go: each is of all an actor has."""
         del rank, learners
-        self._wanted = max(1, round(self._whole * part))
+        self._wanted = max(1, round(self._whole * part / cuts))
         assigned = [lane.assignment for lane in self._lanes]
         least = min(
             (share if one is None else one.environments)

@@ -171,9 +171,9 @@ class RowSource(Source[RowBatch]):
             return shard_batch(config, *self._share, self._updates)
         return self._rng.integers(config.rows, size=config.batch_size)
 
-    def share(self, rank: int, learners: int, part: float) -> float:
+    def share(self, rank: int, learners: int, part: float, cuts: int = 1) -> float:
         """See ``Source.share``; only shards are shared so. Each makes a whole batch."""
-        del part
+        del part, cuts
         self._share = rank, learners
         return 1.0
 

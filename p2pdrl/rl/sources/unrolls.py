@@ -8,6 +8,7 @@ Shape suffixes: as in ``rollout``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -41,7 +42,11 @@ Array = npt.NDArray[Any]
 LEAST_STEPS = 8
 """Of an environment's share of an unroll: returns that look ahead less than this lean on values too much."""
 SHORT_STEPS = 32
-"""Of a share that is cut further: returns look ahead far enough."""
+"""Returns look ahead far enough: rather than from fewer steps, a share is made in fewer environments."""
+LEAST_ENVIRONMENTS = 8
+"""That such a share is made in: with fewer its rows are too much alike."""
+SWARM_ENVIRONMENTS = 2
+"""Times the task's environments that all learners together act in at least, for the same reason."""
 BatchT_co = TypeVar("BatchT_co", bound=Batch, covariant=True)
 
 
@@ -170,12 +175,16 @@ class RewardClipper(Generic[BatchT]):
 
 
 class InlineSource(Source[BatchT]):
-    """Collects unrolls in the learner's own process, with the current parameters; closes the collector."""
+    """Collects unrolls in the learner's own process, with the current parameters; closes the collector.
+
+    A short share is made in the first of the environments; the others stand still.
+    """
 
     def __init__(self, collector: Collector, reader: UnrollReader[BatchT]) -> None:
         self._collector = collector
         self._reader = reader
         self._steps = collector.unroll_steps
+        self._environments = collector.num_envs
 
     @property
     def acts(self) -> bool:
@@ -184,18 +193,35 @@ class InlineSource(Source[BatchT]):
 
     def next(self) -> BatchT:
         """Run T steps in every environment, or our share of them; fewer where it is preempted."""
-        return self._reader.read(self._collector.collect(self.preempted, steps=self._steps))
+        collector = self._collector
+        return self._reader.read(
+            collector.collect(self.preempted, steps=self._steps, environments=self._environments)
+        )
 
-    def share(self, rank: int, learners: int, part: float) -> float:
-        """Divide the steps of each environment; no learner makes fewer than `LEAST_STEPS` of them."""
+    def share(self, rank: int, learners: int, part: float, cuts: int = 1) -> float:
+        """Divide the steps of each environment down to `SHORT_STEPS`, then the environments.
+
+        Where there are too few of these, steps again; no learner makes fewer than `LEAST_STEPS` of them.
+        """
         del rank, learners
-        whole = self._collector.unroll_steps
-        self._steps = min(whole, max(round(whole * part), LEAST_STEPS))
-        return self._steps / whole
+        T, B = self._collector.unroll_steps, self._collector.num_envs
+        steps = T * part / cuts
+        divisor = min(max(1.0, min(T, SHORT_STEPS) / steps), B / self._fewest(part))
+        self._environments = round(B / divisor)
+        self._steps = min(T, max(round(steps * B / self._environments), LEAST_STEPS))
+        return self._steps * self._environments / (T * B)
 
     def most_cuts(self, part: float) -> int:
-        """No cut is shorter than `SHORT_STEPS`."""
-        return max(1, round(self._collector.unroll_steps * part) // SHORT_STEPS)
+        """A share is cut by steps, down to `SHORT_STEPS`, or by environments."""
+        by_steps = round(self._collector.unroll_steps * part) // SHORT_STEPS
+        return max(1, by_steps, self._collector.num_envs // self._fewest(part))
+
+    def _fewest(self, part: float) -> int:
+        """Return the fewest environments to act in with such a part of an update."""
+        B = self._collector.num_envs
+        if not self._collector.collects_some:
+            return B
+        return min(B, max(LEAST_ENVIRONMENTS, math.ceil(round(SWARM_ENVIRONMENTS * B * part, 6))))
 
     def close(self) -> None:
         """Close the environments."""

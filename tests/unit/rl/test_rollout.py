@@ -12,6 +12,7 @@ from p2pdrl.rl.envs import VectorEnv, make_vector_env
 from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.rollout import Collector
+from p2pdrl.rl.serial_env import SerialVectorEnv
 from p2pdrl.rl.sources.unrolls import InlineSource, UnrollScaler
 
 from .policies import POLICIES, make_policy
@@ -90,6 +91,39 @@ def test_episodes_run_on_across_unrolls():
     assert torch.equal(torch.cat([p[1] for p in pieces]), whole.valid_TB)
     assert [e for p in pieces for e in p[2]] == whole.episodes
     assert sum(p[3] for p in pieces) == whole.env_steps
+
+
+def many_counters(count):
+    makers = [lambda k=k: Counter(2 + k % 5, truncates=k % 2 == 0) for k in range(count)]
+    return VectorEnv(SerialVectorEnv(makers), seed=0)
+
+
+@pytest.mark.parametrize("network", [FORGETFUL, RECURRENT], ids=["forgetful", "recurrent"])
+def test_environments_of_a_short_share_run_on_while_others_stand_still(network):
+    whole = collector(many_counters(17), 128)[1].next()
+    policy, source = collector(many_counters(17), 128, network=network)
+    begun = np.zeros(17, int)
+    for learners, steps, environments in ((16, 17, 8), (8, 34, 8), (2, 64, 17), (16, 17, 8), (4, 32, 17)):
+        source.share(0, learners, 1 / learners)
+        unroll = source.next()
+        assert unroll.actions.shape == (steps, environments)
+        for number, t in enumerate(begun[:environments]):
+            obs = whole.obs_T1BX[t : t + steps + 1, number]
+            assert torch.equal(unroll.obs_T1BX[: len(obs), number], obs)
+            for name in ("rewards_TB", "valid_TB", "terminated_TB", "truncated_TB"):
+                rows = getattr(whole, name)[t : t + steps, number]
+                assert torch.equal(getattr(unroll, name)[: len(rows), number], rows)
+        begun[:environments] += steps
+        assert unroll.env_steps == int(unroll.valid_TB.sum())
+        assert len(unroll.episodes) == int(unroll.ends_TB.sum())
+        if network is RECURRENT:
+            with torch.no_grad():
+                log_probs, values = columns_by_hand(policy, unroll)
+        else:
+            log_probs, values = policy.evaluate(unroll.obs_T1BX[:-1], unroll.actions)
+            values = torch.cat((values, policy.values(unroll.obs_T1BX[-1:])))
+        torch.testing.assert_close(unroll.log_probs_TB, log_probs.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(unroll.values_T1B, values.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_log_probabilities_belong_to_the_actions():

@@ -74,6 +74,45 @@ def test_long_shares_are_cut_further_where_parameters_are_averaged():
     assert shared.step().metrics["gradient_steps"] == 2 * 16, "averaged gradients keep replicas together"
 
 
+def shared_among(env_id, learners, power):
+    env = EnvConfig(id=env_id, num_envs=32, max_episode_steps=1000)
+    algorithm = PPOConfig(unroll_steps=128, epochs=1, minibatches=16, learning_rate=1e-3)
+    learner = build_trainer(
+        TaskConfig(env=env, network=NetworkConfig(hidden=(8,)), algorithm=algorithm), SEED, "cpu"
+    )
+    learner.share(0, learners, power)
+    return learner.step()
+
+
+@pytest.mark.parametrize(
+    ("learners", "power", "steps", "environments", "minibatches", "rate"),
+    [
+        (1, 0.5, 128, 32, 16, 1e-3),
+        (2, 0.5, 32, 32, 8, math.sqrt(2) * 1e-3),
+        (4, 0.5, 32, 16, 8, 2e-3),
+        (8, 0.5, 16, 8, 4, math.sqrt(8) * 1e-3),
+        (100, 0.5, 8, 8, 4, 4e-3),
+        (8, 0.0, 32, 16, 16, 1e-3),
+        (64, 0.0, 8, 8, 16, 1e-3),
+    ],
+)
+def test_a_share_of_few_steps_is_of_fewer_environments(
+    learners, power, steps, environments, minibatches, rate
+):
+    stats = shared_among("Acrobot-v1", learners, power)
+    assert stats.env_steps == steps * environments
+    assert stats.metrics.get("batch_share", 1.0) == steps * environments / (128 * 32)
+    assert stats.metrics["gradient_steps"] == minibatches
+    assert stats.metrics["learning_rate"] == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(("learners", "power", "steps"), [(4, 0.5, 32), (8, 0.5, 16), (8, 0.0, 16)])
+def test_environments_that_only_step_together_all_do(learners, power, steps):
+    stats = shared_among("CartPole-v1", learners, power)
+    assert 0.8 * steps * 32 < stats.env_steps <= steps * 32
+    assert stats.metrics["gradient_steps"] == 16
+
+
 def test_a_slow_learners_share_is_shorter_and_has_fewer_minibatches_of_the_same_rows():
     slow, short = (
         trainer(PPOConfig(unroll_steps=steps, epochs=2, minibatches=count, learning_rate=rate))

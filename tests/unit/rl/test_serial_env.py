@@ -34,6 +34,23 @@ def test_to_the_bit_what_gymnasiums_loop_gives(env_id):
     assert ends >= 6
 
 
+def test_environments_without_an_action_stand_still():
+    some, alone, lean = (SerialVectorEnv(makers("Acrobot-v1", 5)[:n]) for n in (3, 2, 3))
+    actions = np.random.default_rng(0).integers(3, size=(24, 3))
+    for env in (some, alone, lean):
+        env.reset(seed=[5, 6, 7][: env.num_envs])
+    for one in actions[:12]:
+        for wanted, given in zip(alone.step(one[:2])[:4], some.step(one[:2])[:4], strict=True):
+            np.testing.assert_array_equal(given, wanted)
+    ends = 0
+    for here, there in zip(actions[12:], actions[:12], strict=True):  # the third one's first steps are these
+        given, wanted = some.step(np.array([*here[:2], there[2]]))[:4], lean.step(there)[:4]
+        for row, expected in zip(given, wanted, strict=True):
+            np.testing.assert_array_equal(row[2], expected[2])
+        ends += int(given[3][2])
+    assert ends == 2
+
+
 def test_a_second_reset_begins_anew():
     lean = SerialVectorEnv(makers("CartPole-v1", 2))
     first = lean.reset(seed=[0, 1, 2])[0].copy()
@@ -88,4 +105,11 @@ def test_all_are_closed():
 def test_it_is_what_environments_without_a_path_of_their_own_take():
     env = make_vector_env(EnvConfig(id="Pendulum-v1", num_envs=2), seed=0)
     assert isinstance(env._env, SerialVectorEnv)
+    assert env.steps_some
+    env.close()
+
+
+def test_gymnasiums_own_vector_environments_step_all():
+    env = make_vector_env(EnvConfig(num_envs=2), seed=0)
+    assert not env.steps_some
     env.close()
