@@ -206,8 +206,8 @@ class InlineSource(Source[BatchT]):
         del rank, learners
         T, B = self._collector.unroll_steps, self._collector.num_envs
         steps = T * part / cuts
-        divisor = min(max(1.0, min(T, SHORT_STEPS) / steps), B / self._fewest(part))
-        self._environments = round(B / divisor)
+        wanted = min(B, round(B * steps / min(T, SHORT_STEPS)))
+        self._environments = max(wanted, self._fewest(part))
         self._steps = min(T, max(round(steps * B / self._environments), LEAST_STEPS))
         return self._steps * self._environments / (T * B)
 
