@@ -463,14 +463,14 @@ class Trainer:
                 learner's share has fewer minibatches, of as many rows as the others'; and optimizers begin
                 anew with each update on parameters that were mixed, if the algorithm is configured so.
             speed: of this learner, that of the fastest one being 1. Parts are in proportion to it; with 0 its
-                learning rate is 0, and what it makes short.
+                learning rate is 0, and what it makes short, but not cut further.
             total_speed: of all of them, the n of these rules; 0 takes all for equally fast.
         """
         algorithm, total = self.algorithm, total_speed or float(learners)
         moves, speed = speed > 0.0, speed or LEAST_SPEED
         part = speed / total
         cuts = min(round(total), algorithm.minibatches // LEAST_MINIBATCHES, self.source.most_cuts(part))
-        cuts = max(1, cuts) if rate_power else 1
+        cuts = max(1, cuts) if rate_power and moves else 1
         algorithm.cuts = cuts / speed if rate_power else 1.0
         self._batch_share = self.source.share(rank, learners, part, cuts)
         algorithm.rate_factor = moves * min(1.0, self._batch_share * cuts / speed) ** -rate_power

@@ -74,13 +74,13 @@ def test_long_shares_are_cut_further_where_parameters_are_averaged():
     assert shared.step().metrics["gradient_steps"] == 2 * 16, "averaged gradients keep replicas together"
 
 
-def shared_among(env_id, learners, power):
+def shared_among(env_id, learners, power, **speeds):
     env = EnvConfig(id=env_id, num_envs=32, max_episode_steps=1000)
     algorithm = PPOConfig(unroll_steps=128, epochs=1, minibatches=16, learning_rate=1e-3)
     learner = build_trainer(
         TaskConfig(env=env, network=NetworkConfig(hidden=(8,)), algorithm=algorithm), SEED, "cpu"
     )
-    learner.share(0, learners, power)
+    learner.share(0, learners, power, **speeds)
     return learner.step()
 
 
@@ -111,6 +111,13 @@ def test_environments_that_only_step_together_all_do(learners, power, steps):
     stats = shared_among("CartPole-v1", learners, power)
     assert 0.8 * steps * 32 < stats.env_steps <= steps * 32
     assert stats.metrics["gradient_steps"] == 16
+
+
+def test_the_share_of_a_learner_without_a_part_is_not_cut_further():
+    stats = shared_among("Acrobot-v1", 4, 0.5, speed=0.0, total_speed=3.0)
+    assert stats.env_steps == 8 * 21, "an eighth of a third of 128 steps of 32 environments, in the fewest"
+    assert stats.metrics["gradient_steps"] == 2
+    assert stats.metrics["learning_rate"] == 0.0
 
 
 def test_a_slow_learners_share_is_shorter_and_has_fewer_minibatches_of_the_same_rows():
