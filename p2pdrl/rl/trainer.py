@@ -36,6 +36,8 @@ __all__ = ["PeriodicEvaluation", "Pipelineable", "StepStats", "Trainer"]
 
 LEAST_MINIBATCHES = 4
 """Of a share that is cut further."""
+RESET_MINIBATCHES = 16
+"""The same where optimizers begin anew with it: their first steps are large."""
 Vector = npt.NDArray[np.float32]
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -469,12 +471,13 @@ class Trainer:
         algorithm, total = self.algorithm, total_speed or float(learners)
         moves, speed = speed > 0.0, speed or LEAST_SPEED
         part = speed / total
-        cuts = min(round(total), algorithm.minibatches // LEAST_MINIBATCHES, self.source.most_cuts(part))
+        self._resets = algorithm.reset_optimizer and bool(rate_power) and total > 1.0
+        least = RESET_MINIBATCHES if self._resets else LEAST_MINIBATCHES
+        cuts = min(round(total), algorithm.minibatches // least, self.source.most_cuts(part))
         cuts = max(1, cuts) if rate_power and moves else 1
         algorithm.cuts = cuts / speed if rate_power else 1.0
         self._batch_share = self.source.share(rank, learners, part, cuts)
         algorithm.rate_factor = moves * min(1.0, self._batch_share * cuts / speed) ** -rate_power
-        self._resets = algorithm.reset_optimizer and bool(rate_power) and total > 1.0
 
     def close(self) -> None:
         """Close the source and the split engine's devices."""

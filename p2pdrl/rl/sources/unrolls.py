@@ -43,6 +43,8 @@ LEAST_STEPS = 8
 """Of an environment's share of an unroll: returns that look ahead less than this lean on values too much."""
 SHORT_STEPS = 32
 """Returns look ahead far enough: rather than from fewer steps, a share is made in fewer environments."""
+CUT_STEPS = 16
+"""Of a share that is cut further: learners that have more in common learn more from fewer steps."""
 LEAST_ENVIRONMENTS = 8
 """That such a share is made in: with fewer its rows are too much alike."""
 SWARM_ENVIRONMENTS = 2
@@ -212,9 +214,12 @@ class InlineSource(Source[BatchT]):
         return self._steps * self._environments / (T * B)
 
     def most_cuts(self, part: float) -> int:
-        """A share is cut by steps, down to `SHORT_STEPS`, or by environments."""
-        by_steps = round(self._collector.unroll_steps * part) // SHORT_STEPS
-        return max(1, by_steps, self._collector.num_envs // self._fewest(part))
+        """A share is cut to `CUT_STEPS` in the fewest environments; where all step, to `SHORT_STEPS`."""
+        T, B = self._collector.unroll_steps, self._collector.num_envs
+        if not self._collector.collects_some:
+            return max(1, round(T * part) // SHORT_STEPS)
+        fewest = self._fewest(part)
+        return max(1, B // fewest, round(T * B * part) // (CUT_STEPS * fewest))
 
     def _fewest(self, part: float) -> int:
         """Return the fewest environments to act in with such a part of an update."""

@@ -74,9 +74,11 @@ def test_long_shares_are_cut_further_where_parameters_are_averaged():
     assert shared.step().metrics["gradient_steps"] == 2 * 16, "averaged gradients keep replicas together"
 
 
-def shared_among(env_id, learners, power, **speeds):
+def shared_among(env_id, learners, power, *, reset=False, **speeds):
     env = EnvConfig(id=env_id, num_envs=32, max_episode_steps=1000)
-    algorithm = PPOConfig(unroll_steps=128, epochs=1, minibatches=16, learning_rate=1e-3)
+    algorithm = PPOConfig(
+        unroll_steps=128, epochs=1, minibatches=32 if reset else 16, learning_rate=1e-3, reset_optimizer=reset
+    )
     learner = build_trainer(
         TaskConfig(env=env, network=NetworkConfig(hidden=(8,)), algorithm=algorithm), SEED, "cpu"
     )
@@ -89,7 +91,8 @@ def shared_among(env_id, learners, power, **speeds):
     [
         (1, 0.5, 128, 32, 16, 1e-3),
         (2, 0.5, 32, 32, 8, math.sqrt(2) * 1e-3),
-        (4, 0.5, 32, 16, 8, 2e-3),
+        (3, 0.5, 21, 22, 5, math.sqrt(4096 / (21 * 22 * 3)) * 1e-3),
+        (4, 0.5, 16, 16, 4, 2e-3),
         (8, 0.5, 16, 8, 4, math.sqrt(8) * 1e-3),
         (100, 0.5, 8, 8, 4, 4e-3),
         (8, 0.0, 32, 16, 16, 1e-3),
@@ -104,6 +107,13 @@ def test_a_share_of_few_steps_is_of_fewer_environments(
     assert stats.metrics.get("batch_share", 1.0) == steps * environments / (128 * 32)
     assert stats.metrics["gradient_steps"] == minibatches
     assert stats.metrics["learning_rate"] == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(("learners", "power", "minibatches"), [(2, 0.5, 16), (4, 0.5, 16), (4, 0.0, 32)])
+def test_an_update_that_optimizers_begin_anew_with_has_more_minibatches(learners, power, minibatches):
+    stats = shared_among("Acrobot-v1", learners, power, reset=True)
+    assert stats.env_steps == 128 * 32 / learners * minibatches / 32
+    assert stats.metrics["gradient_steps"] == minibatches
 
 
 @pytest.mark.parametrize(("learners", "power", "steps"), [(4, 0.5, 32), (8, 0.5, 16), (8, 0.0, 16)])
