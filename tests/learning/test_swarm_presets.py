@@ -105,15 +105,15 @@ CASES = {
     "amb_pp": Case(475, 600_000, 900, nodes=2, sets=(*GOAL, "task.stop.env_steps=600000")),
     "impala breakout": Case(
         10,
-        6_000_000,
+        3_000_000,
         1500,
         roles=("--learners", "1"),
         sets=(
             *BREAKOUT,
             "task.env.num_envs=16",
-            "task.algorithm.learning_rate=1e-3",
+            "task.algorithm.learning_rate=4e-3",
             "task.algorithm.entropy_coef=0.02",
-            "task.stop.env_steps=6000000",
+            "task.stop.env_steps=3000000",
         ),
         wants="minatar",
     ),
