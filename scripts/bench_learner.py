@@ -106,6 +106,10 @@ def learn(preset: str, sets: Sequence[str]) -> None:
     from p2pdrl.rl.registry import build_trainer
 
     torch.set_num_threads(1)
+    with contextlib.suppress(ImportError):  # as a node's learner does, in checkouts that have it
+        from p2pdrl.workers.child import keep_freed_memory
+
+        keep_freed_memory()
     config = resolve(files=[preset], sets=["node.learner.device=cpu", *sets]).config
     engine = EngineOptions(compiled=config.node.learner.compile)
     trainer = build_trainer(config.task, 1, config.node.learner.device, engine=engine)

@@ -7,7 +7,9 @@ disturbed by what else this one does. A gradient costs what it costs on this mac
 is said), an environment step `--pace-ms`, a way over a link what `--link` says.
 
     seconds          until the second of those two evaluations, median and range over the seeds
-    speed-up         the median of one node's seconds, of whatever setting is quickest alone, through that
+    speed-up         the median of one node's seconds, of whatever setting is quickest alone, through that;
+                     in brackets the interval that nine of ten such ratios are in when the seeds of both are
+                     drawn anew from those that there are (percentile bootstrap)
     samples          environment steps of the whole swarm until then, and as a share of one node's
     gradients        of a node
     MB               sent by a node
@@ -51,6 +53,8 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import numpy as np
+
 from p2pdrl.config.loader import resolve
 from p2pdrl.config.mode import protocol_of
 from p2pdrl.config.task import TaskConfig
@@ -59,6 +63,7 @@ from p2pdrl.planner.description import LAN, LOOPBACK, WAN
 from p2pdrl.planner.parsing import machines_of
 from p2pdrl.rl.evaluate import evaluate
 from p2pdrl.tensors.checkpoint import from_bytes
+from p2pdrl.workers.child import keep_freed_memory
 from p2pdrl.workers.evaluator import Players
 from support.plots import COLOURS, pyplot, save
 from support.rows import Rows, command_line, commit
@@ -88,6 +93,8 @@ FIELDS = (
     *("gradient_ms", "row_us", "commit", "command", "curve"),
 )
 PICTURES_ACROSS = 3
+FEWEST_SEEDS, DRAWS = 3, 4000
+"""Of an interval: of seeds that it takes, and how often they are drawn."""
 LOOK_S = 0.25
 """How often a real swarm is asked how far it is."""
 LINKS = {"loopback": LOOPBACK, "lan": LAN, "wan": WAN}
@@ -175,6 +182,7 @@ def run_virtual(setting: Setting, nodes: int, seed: int) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)
+    keep_freed_memory()
     began_s = time.perf_counter()
     found = (all_learn if not setting.learners else one_learns)(setting, nodes, seed)
     judged: Sequence[Judged] = found.pop("judged")
@@ -372,7 +380,7 @@ def table(rows: Sequence[Mapping[str, str]]) -> list[str]:
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     groups = grouped(rows)
     for (preset, goal), settings in groups.items():
-        alone = single(settings)
+        alone, alone_rows = single(settings), single_rows(settings)
         lines.append(f"| **{preset} to {goal}** {'| ' * (len(head) - 1)}|")
         for name, by_nodes in settings.items():
             for nodes, found in sorted(by_nodes.items()):
@@ -384,7 +392,9 @@ def table(rows: Sequence[Mapping[str, str]]) -> list[str]:
                     str(nodes),
                     f"{len(solved)} of {len(found)}",
                     spread(found, "seconds"),
-                    "" if alone is None or middle_s is None else f"{alone[0] / middle_s:.2f}",
+                    ""
+                    if alone is None or middle_s is None
+                    else f"{alone[0] / middle_s:.2f}{bracketed(interval(alone_rows, found))}",
                     spread(found, "samples"),
                     "" if alone is None or samples is None else f"{samples / alone[1]:.2f}",
                     spread(found, "gradients"),
@@ -410,18 +420,57 @@ def grouped(
     return groups
 
 
+def single_rows(
+    settings: Mapping[str, Mapping[int, Sequence[Mapping[str, str]]]],
+) -> Sequence[Mapping[str, str]]:
+    """Rows of one node, of the setting that is quickest alone; none where none is solved."""
+    found = [by_nodes[1] for by_nodes in settings.values() if 1 in by_nodes]
+    whole = [(seconds, rows) for rows in found if (seconds := middle(rows, "seconds")) is not None]
+    return min(whole, key=lambda one: one[0], default=(0.0, []))[1]
+
+
 def single(settings: Mapping[str, Mapping[int, Sequence[Mapping[str, str]]]]) -> tuple[float, float] | None:
     """Median seconds and samples of one node, of the setting that is quickest alone; None without one."""
-    found = [(middle(by_nodes[1], "seconds"), middle(by_nodes[1], "samples"))
-             for by_nodes in settings.values() if 1 in by_nodes]  # fmt: skip
-    whole = [(seconds, samples) for seconds, samples in found if seconds is not None and samples is not None]
-    return min(whole, default=None)
+    rows = single_rows(settings)
+    seconds, samples = (middle(rows, "seconds"), middle(rows, "samples")) if rows else (None, None)
+    return None if seconds is None or samples is None else (seconds, samples)
+
+
+def interval(
+    alone: Sequence[Mapping[str, str]], rows: Sequence[Mapping[str, str]]
+) -> tuple[float, float] | None:
+    """Where nine of ten ratios of medians are, seeds drawn with replacement; None with few or the same seeds.
+
+    Args:
+        alone: of one node; its seconds are divided by those of ``rows``.
+    """
+    if rows is alone or min(len(alone), len(rows)) < FEWEST_SEEDS:
+        return None
+    random = np.random.default_rng(0)
+    over, under = (
+        np.median(random.choice(np.array(seconds), (DRAWS, len(seconds))), axis=1)
+        for seconds in map(seconds_of, (alone, rows))
+    )
+    with np.errstate(invalid="ignore"):
+        ratios = over / under
+    ratios = ratios[~np.isnan(ratios)]  # neither ends
+    low, high = np.quantile(ratios, [0.05, 0.95], method="inverted_cdf")
+    return float(low), float(high)
+
+
+def bracketed(found: tuple[float, float] | None) -> str:
+    """An interval behind its figure."""
+    return "" if found is None else f" ({found[0]:.2f} to {found[1]:.2f})"
+
+
+def seconds_of(rows: Sequence[Mapping[str, str]]) -> list[float]:
+    """Seconds to the goal; infinite where it wasn't reached."""
+    return [float(row["seconds"]) if row["solved"] == "1" else float("inf") for row in rows]
 
 
 def middle(rows: Sequence[Mapping[str, str]], key: str) -> float | None:
     """The median, in which seeds that weren't solved count as infinite; None where it is one of those."""
-    values = [float(row[key]) if row["solved"] == "1" else float("inf") for row in rows]
-    value = statistics.median(values)
+    value = statistics.median(float(row[key]) if row["solved"] == "1" else float("inf") for row in rows)
     return None if value == float("inf") else value
 
 
@@ -435,7 +484,7 @@ def spread(rows: Sequence[Mapping[str, str]], key: str, form: str = "{:,.0f}") -
 
 
 def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
-    """Draw speed-up against nodes, a picture for each task: medians, and what the range of seeds gives.
+    """Draw speed-up against nodes, a picture for each task: medians, and their `interval`.
 
     Settings of one number of nodes, or solved with one alone, are in the table only.
     """
@@ -459,7 +508,7 @@ def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
     for axis in axes.flat[len(groups) :]:
         axis.remove()
     for axis, ((preset, goal), settings) in zip(axes.flat, groups.items(), strict=False):
-        alone = single(settings)
+        alone, alone_rows = single(settings), single_rows(settings)
         if alone is None:
             continue
         most = max(nodes for by_nodes in settings.values() for nodes in by_nodes)
@@ -468,9 +517,9 @@ def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
         for (name, by_nodes), colour in zip(several, COLOURS * len(several), strict=False):
             points = []
             for nodes, found in sorted(by_nodes.items()):
-                solved = [float(row["seconds"]) for row in found if row["solved"] == "1"]
                 if (mid := middle(found, "seconds")) is not None:
-                    points.append((nodes, alone[0] / mid, alone[0] / max(solved), alone[0] / min(solved)))
+                    ratio = alone[0] / mid
+                    points.append((nodes, ratio, *(interval(alone_rows, found) or (ratio, ratio))))
             heights = [point[1] for point in points]
             below = [point[1] - point[2] for point in points]
             above = [point[3] - point[1] for point in points]

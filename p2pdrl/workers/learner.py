@@ -40,6 +40,7 @@ from p2pdrl.transport.codec import decode
 from p2pdrl.workers.child import (
     PollPause,
     die_with_parent,
+    keep_freed_memory,
     made_for_good,
     print_without_blocking,
     report_of,
@@ -494,6 +495,7 @@ def main() -> int:
     parser.add_argument("--parent", type=int, required=True)
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
+    keep_freed_memory()
     print_without_blocking()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     mailbox = Mailbox(socket.socket(fileno=arguments.fd))

@@ -6,6 +6,8 @@ import asyncio
 import importlib
 import json
 import sys
+from collections import Counter
+from itertools import accumulate, product
 from pathlib import Path
 
 import msgspec
@@ -275,7 +277,7 @@ def test_the_table_compares_with_the_quickest_single_node(script):
     lines = script.table(rows)
     two = next(line for line in lines if line.startswith("| constant | 2 |"))
     assert two == (
-        "| constant | 2 | 2 of 3 | 46 | 2.00 | 46,000 | 1.02 | 10 | 1.5 | 2% |  |  | 310 |"
+        "| constant | 2 | 2 of 3 | 46 | 2.00 (0.00 to 2.02) | 46,000 | 1.02 | 10 | 1.5 | 2% |  |  | 310 |"
     )  # fmt: skip
     four = next(line for line in lines if line.startswith("| constant | 4 |"))
     assert four == "| constant | 4 | 0 of 1 |  |  |  |  |  |  |  |  |  | 200 |"
@@ -295,6 +297,21 @@ def test_of_an_even_number_of_seeds_the_median_lies_between_two(script):
     assert two.startswith("| constant | 2 | 2 of 2 | 60 (50 to 70) | 2.00 |")
     four = next(line for line in lines if line.startswith("| constant | 4 |"))
     assert four.startswith("| constant | 4 | 1 of 2 | 20 |  |"), "half of them solved says nothing"
+
+
+def test_the_interval_of_a_ratio_is_the_bootstrap_s(script):
+    alone, two = (400, 500, 650, 900, 1300), (210, 230, 300, 390, 480)
+    rows = [row("constant", 1, seed, seconds, 50_000) for seed, seconds in enumerate(alone)]
+    rows += [row("constant", 2, seed, seconds, 50_000) for seed, seconds in enumerate(two)]
+    # of five drawn from five the median is each of them as often as all 5^5 ways to draw say
+    medians = [Counter(sorted(drawn)[2] for drawn in product(values, repeat=5)) for values in (alone, two)]
+    ratios = sorted((a / b, n * m / 5**10) for (a, n), (b, m) in product(*(one.items() for one in medians)))
+    below = list(accumulate(share for _, share in ratios))
+    low, high = (ratios[next(i for i, part in enumerate(below) if part >= at)][0] for at in (0.05, 0.95))
+    lines = script.table(rows)
+    line = next(line for line in lines if line.startswith("| constant | 2 |"))
+    assert f"| {650 / 300:.2f} ({low:.2f} to {high:.2f}) |" in line
+    assert any("| 1.00 |" in line for line in lines), "the quickest single node is not compared with itself"
 
 
 def checkpoint_of(task, favours=None):
