@@ -221,6 +221,7 @@ class Sweep:
 
     def __init__(self, plan: SweepPlan, folder: Path, train: Train, *, prune: bool = True) -> None:
         import optuna
+        from optuna.storages.journal import JournalFileBackend
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.plan = plan
@@ -233,7 +234,7 @@ class Sweep:
         self._lock = _claim(folder)
         try:
             _keep_plan(plan, folder / PLAN)
-            backend = optuna.storages.journal.JournalFileBackend(str(folder / JOURNAL))
+            backend = JournalFileBackend(str(folder / JOURNAL))
             pruner: Any = optuna.pruners.NopPruner()
             if prune:
                 pruner = optuna.pruners.MedianPruner(UNPRUNED, n_warmup_steps=COMPARED_FROM)
@@ -581,10 +582,10 @@ def _distribution(one: SearchRange) -> Any:
 
     if one.kind == "choice":
         return distributions.CategoricalDistribution(one.choices)
-    made = distributions.IntDistribution if one.kind == "int" else distributions.FloatDistribution
-    if one.step is None:
-        return made(one.low, one.high, log=one.log)
-    return made(one.low, one.high, step=one.step)
+    if one.kind == "int":
+        step = 1 if one.step is None else int(one.step)
+        return distributions.IntDistribution(int(one.low), int(one.high), log=one.log, step=step)
+    return distributions.FloatDistribution(one.low, one.high, log=one.log, step=one.step)
 
 
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
