@@ -165,10 +165,10 @@ BIPEDAL_WALKER = {
 MINATAR = {
     "minatar-breakout-ppo": Case("minatar-breakout", 1_000_000, 10, extra="minatar"),
     "minatar-breakout-impala": Case(
-        "impala", 6_000_000, 10, extra="minatar",
+        "impala", 3_000_000, 10, extra="minatar",
         sets=(
             "task.env.id=MinAtar/Breakout-v1", "task.env.num_envs=16", "task.network.hidden=[128]",
-            "task.algorithm.learning_rate=1e-3", "task.algorithm.entropy_coef=0.02",
+            "task.algorithm.learning_rate=4e-3", "task.algorithm.entropy_coef=0.02",
         ),
     ),
     "minatar-breakout-dqn": Case(
