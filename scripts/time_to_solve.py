@@ -44,7 +44,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -97,6 +97,8 @@ FEWEST_SEEDS, DRAWS = 3, 4000
 """Of an interval: of seeds that it takes, and how often they are drawn."""
 LOOK_S = 0.25
 """How often a real swarm is asked how far it is."""
+TELL_S = 10.0
+"""How often a virtual swarm tells people of its evaluations at most."""
 LINKS = {"loopback": LOOPBACK, "lan": LAN, "wan": WAN}
 
 
@@ -202,12 +204,31 @@ def run_virtual(setting: Setting, nodes: int, seed: int) -> dict[str, Any]:
     )
 
 
+def teller(setting: Setting, nodes: int, seed: int) -> Callable[[Judged], None]:
+    """Return what tells people of evaluations of a run that is in progress, once in `TELL_S`."""
+    began_s = told_s = time.perf_counter()
+
+    def tell(judged: Judged) -> None:
+        nonlocal told_s
+        if (now_s := time.perf_counter()) < told_s + TELL_S:
+            return
+        told_s = now_s
+        print(
+            f"{setting.name}, {nodes} nodes, seed {seed}: {judged.value:.1f} after {judged.seconds:.0f} s, "
+            f"{judged.env_steps:,} steps ({now_s - began_s:.0f} s here)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    return tell
+
+
 def one_learns(setting: Setting, nodes: int, seed: int) -> dict[str, Any]:
     """Train a swarm of one learner and many actors."""
-    task = setting.task(seed)
     swarm = VirtualActors(
-        task, nodes, setting.costs, LINKS[setting.link], seed=seed, factors=setting.factors(nodes)
-    )
+        setting.task(seed), nodes, setting.costs, LINKS[setting.link],
+        seed=seed, factors=setting.factors(nodes), say=teller(setting, nodes, seed),
+    )  # fmt: skip
     solved = swarm.run(setting.goal)
     swarm.close()
     return {
@@ -224,10 +245,10 @@ def one_learns(setting: Setting, nodes: int, seed: int) -> dict[str, Any]:
 
 def all_learn(setting: Setting, nodes: int, seed: int) -> dict[str, Any]:
     """Train a swarm whose nodes all learn."""
-    task = setting.task(seed)
     swarm = VirtualTraining(
-        task, nodes, setting.costs, LINKS[setting.link], seed=seed, factors=setting.factors(nodes)
-    )
+        setting.task(seed), nodes, setting.costs, LINKS[setting.link],
+        seed=seed, factors=setting.factors(nodes), say=teller(setting, nodes, seed),
+    )  # fmt: skip
     solved = swarm.run(setting.goal, plan=setting.plan)
     waited_s = statistics.mean(learner.waited_s for learner in swarm.learners)
     return {

@@ -81,6 +81,7 @@ class VirtualActors:
         link: of each node.
         factors: how many times slower than that each node acts; 1 for those beyond.
         seed: of everything random but the task's own.
+        say: told of each evaluation.
 
     Attributes:
         judged: each evaluation.
@@ -99,8 +100,9 @@ class VirtualActors:
         *,
         factors: tuple[float, ...] = (),
         seed: int = 0,
+        say: Callable[[Judged], None] = lambda _: None,
     ) -> None:
-        self.task, self._costs, self._link, self._seed = task, costs, link, seed
+        self.task, self._costs, self._link, self._seed, self._say = task, costs, link, seed, say
         self.judged: list[Judged] = []
         self.staleness: list[float] = []
         self.env_steps = self.updates = self.gradients = self.bytes_out = 0
@@ -195,6 +197,7 @@ class VirtualActors:
                 vector, number = self.trainer.flat, len(self.judged) + 1
                 value = evaluated(self.task, self._judge, vector, self.trainer, number)
                 self.judged.append(Judged(self._now_s, self.env_steps, value))
+                self._say(self.judged[-1])
                 good = good + 1 if value >= goal else 0
                 if good == in_a_row:
                     return True
