@@ -25,6 +25,7 @@ import time
 import psutil
 
 from p2pdrl.config.loader import resolve
+from p2pdrl.errors import ConfigError
 from support.local_swarm import LocalSwarm, Node
 
 WAYS: dict[str, tuple[str, dict[str, object]]] = {
@@ -95,7 +96,10 @@ def main() -> None:
         "task.evaluation.every=1000000000",
         *given.set,
     ]
-    task = resolve(files=[given.preset], sets=sets).config.task
+    try:
+        task = resolve(files=[given.preset], sets=sets).config.task
+    except ConfigError as error:
+        parser.error(str(error))
     gradients = int(getattr(task.algorithm, "gradient_steps", 1))
     arguments = [
         "--config",

@@ -38,6 +38,7 @@ import numpy as np
 
 from p2pdrl.config.loader import resolve
 from p2pdrl.config.task import TaskConfig
+from p2pdrl.errors import ConfigError
 from p2pdrl.node.swarm_view import Quarantine
 from p2pdrl.planner.description import LAN
 from p2pdrl.strategies.allreduce.averager import ReduceRequest
@@ -342,6 +343,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("docs/results/liars"))
     parser.add_argument("--table-only", action="store_true")
     arguments = parser.parse_args()
+    try:
+        resolve(files=[arguments.preset], sets=arguments.sets)
+    except ConfigError as error:
+        parser.error(str(error))
     arguments.out.mkdir(parents=True, exist_ok=True)
     file = Rows(arguments.out / "runs.csv", FIELDS)
     if not arguments.table_only:

@@ -58,7 +58,7 @@ import numpy as np
 from p2pdrl.config.loader import resolve
 from p2pdrl.config.mode import protocol_of
 from p2pdrl.config.task import TaskConfig
-from p2pdrl.errors import P2PDRLError
+from p2pdrl.errors import ConfigError, P2PDRLError
 from p2pdrl.planner.description import LAN, LOOPBACK, WAN
 from p2pdrl.planner.parsing import machines_of
 from p2pdrl.rl.evaluate import evaluate
@@ -634,7 +634,10 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     file = Rows(arguments.out / "runs.csv", FIELDS)
     if not arguments.table_only:
-        measure(file, arguments)
+        try:
+            measure(file, arguments)
+        except ConfigError as error:
+            parser.error(str(error))
     rows = file.read()
     lines = table(rows)
     print("\n".join(lines))
