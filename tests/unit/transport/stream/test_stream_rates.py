@@ -193,7 +193,7 @@ async def test_what_we_hold_back_is_no_slow_body(tmp_path: Path) -> None:
 
 async def test_a_peer_that_takes_little_at_a_time_takes_something(tmp_path: Path) -> None:
     """Our kernel takes more of us only when a third of its buffer is free, hundreds of KiB at a time."""
-    limits = replace(IMPATIENT, stall_deadline_s=0.4)
+    limits = replace(IMPATIENT, stall_deadline_s=0.6)
     async with nodes(limits, rates_in(tmp_path, download=500_000), None) as (caller, server, at):
         await echoed(caller, at, 1_600_000)
         assert server.counters.dropped_connections == 0
