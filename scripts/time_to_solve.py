@@ -631,13 +631,15 @@ def main() -> int:
     if arguments.tell is not None:
         print(sentence(Rows(arguments.out / "runs.csv", FIELDS).read(), arguments))
         return 0
+    if not arguments.table_only:
+        try:
+            task = resolve(files=[arguments.preset], sets=arguments.sets).config.task
+        except ConfigError as error:
+            parser.error(str(error))
     arguments.out.mkdir(parents=True, exist_ok=True)
     file = Rows(arguments.out / "runs.csv", FIELDS)
     if not arguments.table_only:
-        try:
-            measure(file, arguments)
-        except ConfigError as error:
-            parser.error(str(error))
+        measure(file, arguments, task)
     rows = file.read()
     lines = table(rows)
     print("\n".join(lines))
@@ -647,9 +649,8 @@ def main() -> int:
     return 0
 
 
-def measure(file: Rows, arguments: argparse.Namespace) -> None:
+def measure(file: Rows, arguments: argparse.Namespace, task: TaskConfig) -> None:
     """Run each number of nodes and seed that isn't in the file yet."""
-    task = resolve(files=[arguments.preset], sets=arguments.sets).config.task
     costs = measured_costs(task) if arguments.gradient_ms is None else Costs(
         gradient_s=arguments.gradient_ms[0] / 1000, row_s=arguments.gradient_ms[1] / 1e6
     )  # fmt: skip
