@@ -47,6 +47,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ import numpy as np
 from p2pdrl.config.loader import resolve
 from p2pdrl.config.mode import protocol_of
 from p2pdrl.config.task import TaskConfig
-from p2pdrl.errors import ConfigError, P2PDRLError
+from p2pdrl.errors import ConfigError, P2PDRLError, UsageError
 from p2pdrl.planner.description import LAN, LOOPBACK, WAN
 from p2pdrl.planner.parsing import machines_of
 from p2pdrl.rl.evaluate import evaluate
@@ -93,6 +94,8 @@ FIELDS = (
     *("gradient_ms", "row_us", "commit", "command", "curve"),
 )
 PICTURES_ACROSS = 3
+ALIKE = ("kind", "strategy", "pace_ms", "link", "scaling", "learners", "slow", "members")
+"""What rows of one name, task and number of nodes have in common."""
 FEWEST_SEEDS, DRAWS = 3, 4000
 """Of an interval: of seeds that it takes, and how often they are drawn."""
 LOOK_S = 0.25
@@ -601,7 +604,7 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--seeds", type=int, nargs="+", default=[51, 52, 53, 54, 55])
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--name", help="of this setting (default: its strategy)")
+    parser.add_argument("--name", help="of this setting (default: its strategy, and what is --set)")
     parser.add_argument(
         "--slow", action="append", default=[], metavar="COUNTxFACTOR", help="slow nodes, as 1x10"
     )
@@ -624,8 +627,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if not arguments.table_only and (arguments.preset is None or arguments.goal is None):
         parser.error("say which preset, and --goal")
-    if arguments.real and (arguments.slow or arguments.members):
-        parser.error("--slow and --members are about virtual swarms")
+    if arguments.real and (arguments.slow or arguments.members or arguments.learners):
+        parser.error("--slow, --members and --learners are about virtual swarms")
     if arguments.learners and arguments.members:
         parser.error("--members is about swarms whose nodes all learn")
     if arguments.tell is not None:
@@ -633,13 +636,18 @@ def main() -> int:
         return 0
     if not arguments.table_only:
         try:
-            task = resolve(files=[arguments.preset], sets=arguments.sets).config.task
+            task = task_of(arguments)
         except ConfigError as error:
             parser.error(str(error))
     arguments.out.mkdir(parents=True, exist_ok=True)
     file = Rows(arguments.out / "runs.csv", FIELDS)
     if not arguments.table_only:
-        measure(file, arguments, task)
+        setting = setting_of(arguments, task)
+        try:
+            missing = due(setting, file.read(), arguments)
+        except UsageError as error:
+            parser.error(str(error))
+        measure(file, setting, missing, arguments)
     rows = file.read()
     lines = table(rows)
     print("\n".join(lines))
@@ -649,25 +657,66 @@ def main() -> int:
     return 0
 
 
-def measure(file: Rows, arguments: argparse.Namespace, task: TaskConfig) -> None:
-    """Run each number of nodes and seed that isn't in the file yet."""
+def task_of(arguments: argparse.Namespace) -> TaskConfig:
+    """What is trained.
+
+    Raises:
+        ConfigError: it can't be, or its policy is never evaluated.
+    """
+    task = resolve(files=[arguments.preset], sets=arguments.sets).config.task
+    if not task.evaluated:
+        raise ConfigError("its policy is never evaluated: --set task.evaluation.every=STEPS")
+    return task
+
+
+def setting_of(arguments: argparse.Namespace, task: TaskConfig) -> Setting:
+    """What is asked for; gradients are measured here unless it is said what they cost."""
     costs = measured_costs(task) if arguments.gradient_ms is None else Costs(
         gradient_s=arguments.gradient_ms[0] / 1000, row_s=arguments.gradient_ms[1] / 1e6
     )  # fmt: skip
-    costs = replace(costs, env_step_s=arguments.pace_ms / 1000)
-    setting = Setting(
-        arguments.name or ("one learner" if arguments.learners else protocol_of(task.strategy)),
-        arguments.preset, tuple(arguments.sets), arguments.goal,
-        arguments.link, costs, tuple(arguments.slow), tuple(arguments.members), arguments.learners,
+    strategy = "one learner" if arguments.learners else protocol_of(task.strategy)
+    return Setting(
+        arguments.name or " ".join((strategy, *arguments.sets)), arguments.preset, tuple(arguments.sets),
+        arguments.goal, arguments.link, replace(costs, env_step_s=arguments.pace_ms / 1000),
+        tuple(arguments.slow), tuple(arguments.members), arguments.learners,
     )  # fmt: skip
-    there = {(row["name"], row["preset"], float(row["goal"]), int(row["nodes"]), int(row["seed"]))
-             for row in file.read()}  # fmt: skip
-    due = [
-        (nodes, seed)
-        for seed in arguments.seeds
-        for nodes in arguments.nodes
-        if (setting.name, setting.preset, setting.goal, nodes, seed) not in there
-    ]
+
+
+def due(
+    setting: Setting, rows: Sequence[Mapping[str, str]], arguments: argparse.Namespace
+) -> list[tuple[int, int]]:
+    """Return which numbers of nodes and seeds aren't among the rows yet.
+
+    Raises:
+        UsageError: rows of this name were made in another way, or there are more slow nodes than nodes.
+    """
+    found = []
+    setting.factors(min(arguments.nodes))
+    for seed in arguments.seeds:
+        for nodes in arguments.nodes:
+            wanted = setting.row(nodes, seed) | {"kind": "real" if arguments.real else "virtual"}
+            same = [
+                row
+                for row in rows
+                if (row["name"], row["preset"], float(row["goal"]), row["nodes"])
+                == (setting.name, setting.preset, setting.goal, str(nodes))
+            ]
+            for row, key in product(same, ALIKE):
+                there, here = row[key] or "nothing", str(wanted[key]) or "nothing"
+                if there != here:
+                    raise UsageError(
+                        f"{setting.name!r} is in {arguments.out}/runs.csv with {nodes} nodes already, where "
+                        f"{key} is {there} instead of {here}: say another --name or --out"
+                    )
+            if not any(row["seed"] == str(seed) for row in same):
+                found.append((nodes, seed))
+    return found
+
+
+def measure(
+    file: Rows, setting: Setting, due: Sequence[tuple[int, int]], arguments: argparse.Namespace
+) -> None:
+    """Run numbers of nodes and seeds, and add their rows to the file."""
     told = {"commit": commit(), "command": command_line()}
     began_s = time.perf_counter()
 
@@ -685,6 +734,8 @@ def measure(file: Rows, arguments: argparse.Namespace, task: TaskConfig) -> None
     if arguments.real:
         for number, (nodes, seed) in enumerate(due, 1):
             done(number, run_real(setting, nodes, seed, arguments.budget_s))
+        return
+    if not due:
         return
     with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
         waiting = [pool.submit(run_virtual, setting, nodes, seed) for nodes, seed in due]

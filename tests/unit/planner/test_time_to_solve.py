@@ -265,6 +265,56 @@ def test_a_sentence_says_what_nodes_bring_and_where_that_is_from(script, tmp_pat
         assert words in capsys.readouterr().out
 
 
+def asked(monkeypatch, script, folder, *options):
+    """Ask for two seeds of two nodes on CartPole."""
+    wanted = ("--goal", "475", "--nodes", "2", "--seeds", "1", "2", "--gradient-ms", "1", "1")
+    command = ["time_to_solve.py", "cartpole", *wanted, "--out", str(folder), *options]
+    monkeypatch.setattr(sys, "argv", command)
+    return script.main()
+
+
+def test_what_is_there_isnt_run_again_unless_it_was_made_in_another_way(
+    script, tmp_path, monkeypatch, capsys
+):
+    from support.rows import Rows
+
+    file = Rows(tmp_path / "runs.csv", script.FIELDS)
+    for name in ("adpsgd", "adpsgd task.scaling=batch"):
+        sets = tuple(name.split()[1:])
+        setting = script.Setting(name, "cartpole", sets, 475.0, "lan", script.Costs(0.002, 0.001, 1e-6))
+        for seed in (1, 2):
+            file.add(row(name, 2, seed, 46, 46_000) | setting.row(2, seed))
+    assert asked(monkeypatch, script, tmp_path) == 0
+    assert asked(monkeypatch, script, tmp_path, "--set", "task.scaling=batch") == 0
+    assert len(file.read()) == 4
+    for options, key in (
+        (("--slow", "1x10"), "slow is nothing instead of 1x10"),
+        (("--real",), "kind is virtual instead of real"),
+        (("--pace-ms", "0"), "pace_ms is 2.0 instead of 0.0"),
+        (("--name", "adpsgd", "--set", "task.scaling=batch"), "scaling is auto instead of batch"),
+    ):
+        capsys.readouterr()
+        with pytest.raises(SystemExit, match="2"):
+            asked(monkeypatch, script, tmp_path, *options)
+        assert f"{key}: say another --name or --out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--set", "task.evaluation.every=0"), "never evaluated: --set task.evaluation.every=STEPS"),
+        (("--real", "--learners", "1"), "are about virtual swarms"),
+        (("--slow", "3x10"), "COUNTxFACTOR"),
+    ],
+)
+def test_what_cant_be_measured_is_refused_before_anything_runs(
+    script, tmp_path, monkeypatch, capsys, options, words
+):
+    with pytest.raises(SystemExit, match="2"):
+        asked(monkeypatch, script, tmp_path, *options)
+    assert words in capsys.readouterr().err
+
+
 def test_the_table_compares_with_the_quickest_single_node(script):
     rows = [
         *(row("constant", 1, seed, 100 + seed, 50_000 + 1000 * seed) for seed in (1, 2, 3)),
