@@ -179,7 +179,7 @@ class Trainer:
         self._policy = policy
         self.policy_version = 0
         self.collected: Callable[[], object] | None = None
-        self._batch_share = 1.0
+        self._speed, self._cuts, self._rate_power = 1.0, 1, 0.0
         self._resets = False
         """Whether an update on mixed parameters is an optimizer's first."""
         self._mixed = False
@@ -196,6 +196,7 @@ class Trainer:
         algorithm = self.algorithm
         self._explore()
         batch = self.source.next()
+        self._set_rate()
         if self.collected is not None:
             self.collected()
         algorithm.policy_version = self.policy_version
@@ -212,8 +213,8 @@ class Trainer:
         for loss in algorithm.losses:
             metrics |= loss.metrics()
         metrics |= self.source.metrics()
-        if self._batch_share < 1.0:
-            metrics["batch_share"] = self._batch_share
+        if (batch_share := self.source.batch_share) < 1.0:
+            metrics["batch_share"] = batch_share
         took_s = self._clock() - start
         return StepStats(batch.env_steps, episodes, metrics, took_s, self.source.elsewhere, self.source.acts)
 
@@ -404,6 +405,7 @@ class Trainer:
         """
         self._flat.set_(vector_D)
         if sidecar is None:
+            self._mixed = True
             for target in self.algorithm.targets:
                 target.fetched()
             return
@@ -469,15 +471,22 @@ class Trainer:
             total_speed: of all of them, the n of these rules; 0 takes all for equally fast.
         """
         algorithm, total = self.algorithm, total_speed or float(learners)
+        self._speed, self._rate_power = speed, rate_power
         moves, speed = speed > 0.0, speed or LEAST_SPEED
         part = speed / total
         self._resets = algorithm.reset_optimizer and bool(rate_power) and total > 1.0
         least = RESET_MINIBATCHES if self._resets else LEAST_MINIBATCHES
         cuts = min(round(total), algorithm.minibatches // least, self.source.most_cuts(part))
-        cuts = max(1, cuts) if rate_power and moves else 1
-        algorithm.cuts = cuts / speed if rate_power else 1.0
-        self._batch_share = self.source.share(rank, learners, part, cuts)
-        algorithm.rate_factor = moves * min(1.0, self._batch_share * cuts / speed) ** -rate_power
+        self._cuts = max(1, cuts) if rate_power and moves else 1
+        algorithm.cuts = self._cuts / speed if rate_power else 1.0
+        self.source.share(rank, learners, part, self._cuts)
+        self._set_rate()
+
+    def _set_rate(self) -> None:
+        """Set the learning rate by how long batches are, which changes where actors' environments do."""
+        moves, speed = self._speed > 0.0, self._speed or LEAST_SPEED
+        whole = min(1.0, self.source.batch_share * self._cuts / speed)
+        self.algorithm.rate_factor = moves * whole**-self._rate_power
 
     def close(self) -> None:
         """Close the source and the split engine's devices."""

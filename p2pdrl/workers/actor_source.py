@@ -10,7 +10,6 @@ who was faster. Actors of other nodes come and go, and may be more or fewer: a b
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -80,6 +79,8 @@ class ActorSource(Source[BatchT]):
         self._lanes: tuple[UnrollLane, ...] = ()
         self._policy: SharedPolicy | None = None
         self._lives = [0] * len(shares)
+        self._made = list(shares)
+        """Of how many environments each lane's unrolls are, as far as is known."""
         self._late = [False] * len(shares)
         self._read: list[UnrollLane] = []
         self._granted_s = 0.0
@@ -139,6 +140,7 @@ class ActorSource(Source[BatchT]):
         for number, found in self._chosen():
             restarted = self._lives[number] not in (0, found.life)
             self._lives[number] = found.life
+            self._made[number] = found.environments
             first = self._columns[number]
             columns = range(first, first + found.environments)
             parts.append(UnrollPart(found.arrays, found.episodes, columns, restarted))
@@ -173,16 +175,25 @@ class ActorSource(Source[BatchT]):
                 room -= one.environments
         return sorted(chosen, key=lambda entry: entry[0])
 
-    def share(self, rank: int, learners: int, part: float, cuts: int = 1) -> float:
+    def share(self, rank: int, learners: int, part: float, cuts: int = 1) -> None:
         """Divide the environments of a batch, as far as whole unrolls go: each is of all an actor has."""
         del rank, learners
         self._wanted = max(1, round(self._whole * part / cuts))
-        assigned = [lane.assignment for lane in self._lanes]
-        least = min(
-            (share if one is None else one.environments)
-            for share, one in itertools.zip_longest(self.spec.shares, assigned)
-        )
+
+    @property
+    def batch_share(self) -> float:
+        """See ``Source.batch_share``; by how many environments each actor has now, or had last."""
+        lanes = range(len(self.spec.shares))
+        there = [number for number in lanes if number < self.spec.local or self._running(number)]
+        least = min(self._environments_of(number) for number in there or lanes)
         return min(max(self._wanted // least, 1) * least, self._whole) / self._whole
+
+    def _running(self, number: int) -> bool:
+        return bool(self._lanes) and self._lanes[number].running
+
+    def _environments_of(self, number: int) -> int:
+        assigned = self._lanes[number].assignment if self._lanes else None
+        return self._made[number] if assigned is None else assigned.environments
 
     def commit(self) -> None:
         """Free the slots that the last batch came from."""

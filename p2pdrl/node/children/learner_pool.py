@@ -279,13 +279,17 @@ class LearnerPool:
             worker.tell(self._part(share, number))
 
     def _part(self, share: DataShare, number: int) -> DataShare:
-        """The part of one of our learners: each node has as many as we have."""
+        """The part of one of our learners: each node has as many as we have.
+
+        A node that has updates to itself shares out data among its learners, but no update: each applies its
+        steps in full.
+        """
         each = self._learners
         return msgspec.structs.replace(
             share,
             rank=share.rank * each + number,
             learners=share.learners * each,
-            total_speed=share.total_speed * each,
+            total_speed=1.0 if share.learners == 1 else share.total_speed * each,
         )
 
     def share(self, others: dict[str, bytes]) -> None:

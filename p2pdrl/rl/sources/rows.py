@@ -171,11 +171,10 @@ class RowSource(Source[RowBatch]):
             return shard_batch(config, *self._share, self._updates)
         return self._rng.integers(config.rows, size=config.batch_size)
 
-    def share(self, rank: int, learners: int, part: float, cuts: int = 1) -> float:
+    def share(self, rank: int, learners: int, part: float, cuts: int = 1) -> None:
         """See ``Source.share``; only shards are shared so. Each makes a whole batch."""
         del part, cuts
         self._share = rank, learners
-        return 1.0
 
     def metrics(self) -> dict[str, float]:
         """See ``Source.metrics``: how many shards are this learner's."""

@@ -92,18 +92,18 @@ class Source(ABC, Generic[BatchT]):
     def commit(self) -> None:
         """Note that the update with the last batch is done: it won't be handed out again."""
 
-    def share(self, rank: int, learners: int, part: float, cuts: int = 1) -> float:
+    def share(self, rank: int, learners: int, part: float, cuts: int = 1) -> None:
         """Take the part of the data that is this learner's; no effect where data aren't divided.
 
         Args:
             rank: of this learner, from 0; the parts of all ranks below ``learners`` are the whole.
             part: how long our batches are to be, in parts of what they are for a single learner.
             cuts: into how many that part is cut further.
-
-        Returns:
-            How long they are from now on, which may be more.
         """
-        del rank, learners, part, cuts
+
+    @property
+    def batch_share(self) -> float:
+        """How long batches are, in parts of what a single learner's are; may be more than was asked."""
         return 1.0
 
     def most_cuts(self, part: float) -> int:

@@ -200,7 +200,7 @@ class InlineSource(Source[BatchT]):
             collector.collect(self.preempted, steps=self._steps, environments=self._environments)
         )
 
-    def share(self, rank: int, learners: int, part: float, cuts: int = 1) -> float:
+    def share(self, rank: int, learners: int, part: float, cuts: int = 1) -> None:
         """Divide the steps of each environment down to `SHORT_STEPS`, then the environments.
 
         Where there are too few of these, steps again; no learner makes fewer than `LEAST_STEPS` of them.
@@ -211,7 +211,12 @@ class InlineSource(Source[BatchT]):
         wanted = min(B, round(B * steps / min(T, SHORT_STEPS)))
         self._environments = max(wanted, self._fewest(part))
         self._steps = min(T, max(round(steps * B / self._environments), LEAST_STEPS))
-        return self._steps * self._environments / (T * B)
+
+    @property
+    def batch_share(self) -> float:
+        """See ``Source.batch_share``."""
+        collector = self._collector
+        return self._steps * self._environments / (collector.unroll_steps * collector.num_envs)
 
     def most_cuts(self, part: float) -> int:
         """A share is cut to `CUT_STEPS` in the fewest environments; where all step, to `SHORT_STEPS`."""

@@ -177,7 +177,7 @@ async def test_learners_that_average_share_out_an_update_while_they_do(pair):
         (LocalConfig(), None),
         (AdpsgdConfig(), DataShare(rank, 2, rate_power=0.5, total_speed=2.0)),
         (GradAverageConfig(), DataShare(rank, 2, total_speed=2.0)),
-        (LocalConfig(), DataShare(0, 1)),
+        (LocalConfig(), DataShare(0, 1, total_speed=1.0)),
     ):
         told.clear()
         one.training.mode.config = config

@@ -149,6 +149,12 @@ def test_a_slow_learner_whose_gradients_are_averaged_makes_as_many_of_fewer_rows
     np.testing.assert_array_equal(slow.flat, short.flat)
 
 
+def test_each_of_several_learners_may_have_the_whole_of_each_update():
+    several, alone = trainer(ppo(64)), trainer(ppo(64))
+    several.share(1, 2, total_speed=1.0)
+    assert several.step().metrics == alone.step().metrics
+
+
 def test_learners_come_and_go():
     learner = trainer(ppo(64, anneal="linear"))
     rate = PPOConfig().learning_rate
@@ -200,11 +206,17 @@ def test_an_update_begins_with_what_peers_changed_while_its_batch_was_collected(
         (False, ((0, 4, 0.5), (0, 4, 0.5)), False),
     ],
 )
-def test_optimizers_begin_anew_with_each_update_whose_result_is_averaged_if_asked(asked, shares, begins_anew):
+@pytest.mark.parametrize("told", ["changes", "parameters"])
+def test_optimizers_begin_anew_with_each_update_whose_result_is_averaged_if_asked(
+    asked, shares, begins_anew, told
+):
     learner, made = trainer(ppo(64, reset_optimizer=asked)), []
     for share in shares:
         learner.share(*share)
-        learner.add_delta(np.zeros_like(learner.flat))
+        if told == "changes":
+            learner.add_delta(np.zeros_like(learner.flat))
+        else:
+            learner.set_state(learner.flat.copy(), None)
         made.append(learner.step().metrics["gradient_steps"])
     steps = int(learner.sidecar()["optimizer.steps"])
     assert steps == (made[-1] if begins_anew else sum(made))

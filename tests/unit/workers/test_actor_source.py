@@ -533,3 +533,23 @@ def test_an_actor_follows_its_assignment_from_one_unroll_to_the_next(pools):
         assert pool.step().env_steps <= found.environments * A2C.unroll_steps
     assert steps == [(4, 1), (4, 1), (1, 2), (1, 2), (4, 3)], "streams begin anew where environments do"
     assert [worker.environments for worker in acted] == [4, 1, 4]
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["own", "of another node"])
+def test_the_rate_goes_by_how_long_batches_are_once_actors_have_fewer_environments(pools, remote):
+    actors = {"actors": 0, "remote": 2} if remote else {}
+    pool = pools(TaskConfig(env=EnvConfig(num_envs=4), network=MLP, algorithm=A2C), **actors)
+    lane, found = pool.lanes[0], []
+    whole = pool.performer(0)
+    few = RolloutWorker(pool.task, SEED, 1, first=2, total=4)
+    pool.performers[:] = [whole, few]
+    pool.trainer.share(0, 4, 0.5)
+    pool.trainer.publish()
+    for worker in (whole, few, few):
+        if worker is few and not remote:
+            lane.assign(Assignment(1, 2, 4))
+        memory = SharedPolicy(pool.policy, pool.trainer.layout.size, worker.obs_shape)
+        assert make_unroll(worker, lane, memory)
+        metrics = pool.step().metrics
+        found.append((metrics.get("batch_share", 1.0), metrics["learning_rate"] / A2C.learning_rate))
+    assert found == [(1.0, 1.0), (0.25, 2.0), (0.25, 2.0)]

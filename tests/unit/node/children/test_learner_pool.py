@@ -189,6 +189,17 @@ async def test_they_divide_the_nodes_part_of_the_data(plan, make, until):
     assert it.first.told[DataShare] == DataShare(0, 2, rate_power=0.5)
 
 
+async def test_a_nodes_own_learners_share_out_data_but_no_update(plan, make):
+    plan("train")
+    it = make()
+    await it.begin()
+    await it.learners.change(LearnerMode(learners=2), 1)
+    it.learners.divide(DataShare(0, 1))
+    (worker,) = it.learners.workers
+    parts = DataShare(0, 2, total_speed=1.0), DataShare(1, 2, total_speed=1.0)
+    assert (it.first.told[DataShare], worker.told[DataShare]) == parts
+
+
 async def test_a_gpu_works_alone(plan, make):
     plan("train")
     it = make()
