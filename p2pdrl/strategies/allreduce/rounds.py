@@ -86,6 +86,8 @@ class GroupRounds(Strategy):
         self._said = AveragingNote()
         self._distance: float | None = None
         self._poisoned = 0
+        self._given_in: int | None = None
+        """The last round that we had a part in."""
         self._outcomes = OutcomeMetrics(context.swarm)
         self._runner = TaskRunner()
 
@@ -213,6 +215,8 @@ class GroupRounds(Strategy):
         average = await self._catching_up.result(plan, averager, result)
         self._catching_up.in_step = average is not None
         if average is not None:  # from here on it is in our history
+            if self._given_in == plan.number - 1:
+                self._memory.writer.counted()
             await through(self._take(request, average, plan.number - 1, self._clock.monotonic()))
 
     async def _round(self, plan: CatchUpPlan, averager: Averager, number: int) -> bool:
@@ -227,6 +231,7 @@ class GroupRounds(Strategy):
                 self._requests.answer(request, "set")
             return False
         part = NOTHING if request is None else await self._part(request, averager, number)
+        self._given_in = None if part.vector is None else number
         began_s = self._clock.monotonic()
         try:
             average = await averager.average(number, part)

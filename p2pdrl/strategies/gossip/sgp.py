@@ -11,6 +11,10 @@ Here the board holds z, a push carries z and its mass m = p·w, and what comes m
 towards the z that came: the same sums. Mass must be neither lost nor counted twice, so pushes are numbered,
 acknowledged, and sent again until their fate is known.
 
+One thing is not the paper's: a learner steps z_i ← z_i − γ ∇F(z_i), by the step of its optimizer, and not by
+γ / w_i. So pushes keep the mean, but a node's gradients count w_i times in what the swarm descends. Weights
+stay about 1 where all push and hear alike; a node that hears of fewer pushes than it makes counts less.
+
 In this order below: the weights (`PushSum`), the vectors (`PushVectors`), pushes that aren't acknowledged yet
 (`Outbox`), the loop (`SgpStrategy`).
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import msgspec
 import numpy as np
@@ -76,6 +77,30 @@ async def test_a_round_that_only_some_completed_is_taken_from_them(config, left)
         assert sum(len(node.swarm.adoptions) for node in bowls.nodes) == adoptions
         if left < 3 and reduce_scatter.LEAST_PIECE == 1:
             assert sum(node.fetched for node in bowls.nodes[:left]) >= 1
+
+
+async def test_what_compression_lost_of_a_round_counts_though_its_result_came_afterwards(monkeypatch):
+    """The part of who missed the last answers is in the result: its next part mustn't have that again."""
+    counted, count = Counter(), reduce_scatter.PieceWriter.counted
+
+    def counting(writer):
+        counted[writer] += 1
+        count(writer)
+
+    monkeypatch.setattr(reduce_scatter.PieceWriter, "counted", counting)
+    lossy = msgspec.structs.replace(GRADIENTS, compression="int8")
+    async with Bowls(lossy, period_s=CALM_S) as bowls:
+        await bowls.start()
+        await asyncio.sleep(3)
+        late = bowls.nodes[0]
+        held = hold_answers(late, rounds_of(late) + 3)
+        await until(lambda: held)
+        await asyncio.sleep(0.02)
+        await bowls.swarm.kill(bowls.nodes[3])
+        await asyncio.sleep(5)
+        assert together(bowls.swarm.living)
+        assert late.fetched >= 1
+        assert sorted(counted.values()) == sorted(rounds_of(node) for node in bowls.nodes)
 
 
 def hold_answers(node, number) -> list[bytes]:
