@@ -302,9 +302,12 @@ class PolicyOutputs(NamedTuple):
     parts: MultiDiscrete | MultiBinary | None = None
     """Of actions that have several parts; likewise."""
 
-    def distribution(self) -> Distribution:
-        """Return π(·|s) of each row."""
-        return distribution(self.policy, self.log_std, self.action_map, self.parts)
+    def distribution(self, rows: tuple[slice, ...] = ()) -> Distribution:
+        """Return π(·|s) of each row, or of those at an index into the leading dimensions."""
+        log_std = self.log_std
+        if log_std is not None and log_std.dim() > 1:
+            log_std = log_std[rows]
+        return distribution(self.policy[rows], log_std, self.action_map, self.parts)
 
 
 def distribution(

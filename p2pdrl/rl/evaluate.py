@@ -193,7 +193,7 @@ class _Actor:
         self._policy = policy
         self._device = next(policy.parameters()).device
         self._generator = torch.Generator(self._device).manual_seed(seed)
-        self._greedy = greedy
+        self._greedy = greedy or policy.noisy
         self._normalizer = normalizer
         self._dtype = np.dtype(policy.spec.obs_dtype)
         self._state_BS: torch.Tensor | None = None

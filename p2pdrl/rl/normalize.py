@@ -18,7 +18,7 @@ from p2pdrl.errors import ConfigError
 from p2pdrl.rl.envs import EnvSpec
 from p2pdrl.tensors.moments import Moments
 
-__all__ = ["EntryNormalizer", "RewardScaler", "RunningNormalizer", "observation_normalizer"]
+__all__ = ["CLIP", "EntryNormalizer", "RewardScaler", "RunningNormalizer", "observation_normalizer"]
 
 Array = npt.NDArray[Any]
 

@@ -75,11 +75,13 @@ class Policy(nn.Module, ABC):
     Attributes:
         spec: observations and actions of the environment.
         exploration: ε of an ε-greedy policy, set from its algorithm's; else without effect.
+        noisy: whether it explores by noise in its weights, which evaluations do without.
         judges: whether `judge` tells anything.
     """
 
     spec: EnvSpec
     exploration: float = 0.0
+    noisy: bool = False
     judges: bool = False
 
     def configure(self, options: AlgorithmOptions) -> None:

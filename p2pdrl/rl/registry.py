@@ -210,7 +210,7 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
     if isinstance(config, ReplayOptions):
         reader = ReplayFeeder(
             replay_memory(config, spec, streams),
-            TransitionScaler(device, normalizer, reward_scaler),
+            TransitionScaler(device, normalizer, reward_scaler, config.n_step),
             discount=config.discount,
             seed=replay_seed,
             samples=sample_spec(config, spec),

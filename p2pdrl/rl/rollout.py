@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from p2pdrl.config.fields import Precision
-from p2pdrl.rl.distributions import PolicyOutputs, distribution
+from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.envs import VectorEnv
 from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.normalize import RunningNormalizer
@@ -393,11 +393,7 @@ class Collector:
 
 def _log_probs(outputs: PolicyOutputs, actions: Tensor) -> Tensor:
     """Return log-probabilities of T steps' actions from outputs of T+1 steps, time first."""
-    log_std = outputs.log_std
-    if log_std is not None and log_std.dim() > 1:
-        log_std = log_std[:-1]
-    policy = distribution(outputs.policy[:-1], log_std, outputs.action_map, outputs.parts)
-    return policy.log_prob(actions)
+    return outputs.distribution((slice(None, -1),)).log_prob(actions)
 
 
 def _starts_T1B(valid_TB: Tensor) -> Tensor:

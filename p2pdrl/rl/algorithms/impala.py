@@ -23,7 +23,7 @@ from p2pdrl.config.task import ImpalaConfig
 from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss, rmsprop_or_adam
 from p2pdrl.rl.algorithms.batches import whole_unrolls
 from p2pdrl.rl.algorithms.returns import vtrace
-from p2pdrl.rl.distributions import PolicyOutputs, distribution
+from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import VALID, GradientEngine, Summed
 from p2pdrl.rl.rollout import Unroll
@@ -61,7 +61,7 @@ class ImpalaObjective(Summed):
 
     def __call__(self, outputs: PolicyOutputs, targets: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return loss and terms: policy loss, value loss, entropy, KL, min(1, ρ); all summed."""
-        policy = distribution(outputs.policy[:, :-1], outputs.log_std, parts=outputs.parts)
+        policy = outputs.distribution((slice(None), slice(None, -1)))
         log_probs_BT, values_BT = policy.log_prob(targets["actions"]), outputs.values[:, :-1]
 
         # at steps that don't count any finite weight will do
@@ -79,7 +79,7 @@ class ImpalaObjective(Summed):
         )
         policy_loss = -self.total(corrected.advantages_TB.T * log_probs_BT, targets)
         value_loss = 0.5 * self.total((corrected.values_TB.T - values_BT).square(), targets)
-        entropy = self.total(policy.entropy(), targets)
+        entropy = self.total(policy.entropy(targets["actions"]), targets)
         loss = policy_loss + self.value_coef * value_loss - self.entropy_coef * entropy
 
         with torch.no_grad():

@@ -88,7 +88,12 @@ def allowed_actions(rows: Tensor, entry: ObservationEntry, sizes: tuple[int, ...
 
 
 def masked(logits: Tensor, allowed: Tensor) -> Tensor:
-    """Return logits …A, or action values, in which what isn't allowed is `NEVER`, and gets no gradient."""
+    """Return logits …A, or action values, in which what isn't allowed is `NEVER`, and gets no gradient.
+
+    Those in fp16, which ends at 65,504, come back as float32.
+    """
+    if logits.dtype == torch.float16:
+        logits = logits.float()
     return logits.masked_fill(~allowed, NEVER)
 
 

@@ -26,7 +26,7 @@ from p2pdrl.errors import LayoutMismatchError
 from p2pdrl.replay.memory import ReplayLayout, ReplayMemory
 from p2pdrl.replay.shards import observations_of, sample_items
 from p2pdrl.rl.envs import EnvSpec
-from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
+from p2pdrl.rl.normalize import CLIP, RewardScaler, RunningNormalizer
 from p2pdrl.rl.rollout import RawUnroll
 from p2pdrl.rl.sources.source import Batch, on_device
 from p2pdrl.tensors.unroll_ring import UnrollSpec
@@ -203,6 +203,7 @@ class TransitionScaler:
         device: where the algorithm wants them.
         normalizer: of observations; None leaves them as they are.
         reward_scaler: of rewards; None likewise.
+        n_step: rewards that a return has at most; as one alone is cut at ±10, it is at so many times that.
     """
 
     def __init__(
@@ -210,15 +211,19 @@ class TransitionScaler:
         device: torch.device,
         normalizer: RunningNormalizer | None = None,
         reward_scaler: RewardScaler | None = None,
+        n_step: int = 1,
     ) -> None:
         self.device = device
+        self._bound = n_step * CLIP
         self.normalizer = normalizer
         self.reward_scaler = reward_scaler
 
-    @property
-    def reward_scale(self) -> float:
-        """What rewards are multiplied by."""
-        return 1.0 if self.reward_scaler is None else float(self.reward_scaler.statistics.in_use[1])
+    def scaled(self, returns_N: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Return what raw returns are as the algorithm sees them."""
+        if self.reward_scaler is None:
+            return returns_N
+        scaled_N = returns_N * np.float32(self.reward_scaler.statistics.in_use[1])
+        return np.clip(scaled_N, -self._bound, self._bound, out=scaled_N)
 
     def transitions(
         self,
@@ -233,12 +238,10 @@ class TransitionScaler:
         serials_N: Array,
     ) -> Transitions:
         """Return N rows, all raw, as transitions."""
-        if self.reward_scaler is not None:
-            returns_N = returns_N * np.float32(self.reward_scale)
         return Transitions(
             obs_BX=self._observations(obs_NX),
             actions_B=self._tensor(actions_N),
-            returns_B=self._tensor(returns_N),
+            returns_B=self._tensor(self.scaled(returns_N)),
             discounts_B=self._tensor(discounts_N),
             next_obs_BX=self._observations(next_obs_NX),
             weights_B=self._tensor(weights_N),
@@ -368,9 +371,10 @@ class ReplayFeeder(Replay):
         behind_N = row_N - (n - 1) + rows.lengths_N  # the time of s_{t+k} in this unroll
         here_N = rows.eligible_N & (behind_N > 0)
         values_N = raw.values_T1B.numpy(force=True)[np.clip(behind_N, 0, T), column_N]
-        returns_N = rows.returns_N * self.scaler.reward_scale
-        errors_N = returns_N + rows.discounts_N * values_N - taken_RB[row_N, column_N]
-        memory.update_priorities(rows.indices_N[here_N], rows.serials_N[here_N], errors_N[here_N])
+        errors_N = (
+            self.scaler.scaled(rows.returns_N) + rows.discounts_N * values_N - taken_RB[row_N, column_N]
+        )
+        self._set_priorities(rows.indices_N[here_N], rows.serials_N[here_N], errors_N[here_N])
 
     def draw(self, rows: int, beta: float = 0.0, *, times: int = 1) -> Transitions:
         """Draw ``rows`` transitions; ``times`` one behind the other, where all rows are drawn alike.
@@ -401,7 +405,12 @@ class ReplayFeeder(Replay):
     def update_priorities(self, drawn: Transitions, errors_B: Tensor) -> None:
         """See `ReplayBatch.update_priorities`."""
         if self.memory.layout.alpha is not None:
-            self.memory.update_priorities(drawn.indices_B, drawn.serials_B, errors_B.numpy(force=True))
+            self._set_priorities(drawn.indices_B, drawn.serials_B, errors_B.numpy(force=True))
+
+    def _set_priorities(self, indices_N: Array, serials_N: Array, errors_N: Array) -> None:
+        """Set priorities by errors; a row whose error isn't finite has the least, lest it is drawn on."""
+        errors_N = np.where(np.isfinite(errors_N), errors_N, 0.0)
+        self.memory.update_priorities(indices_N, serials_N, errors_N)
 
 
 class SampledRows(Replay):

@@ -13,6 +13,7 @@ from p2pdrl.config.task import (
     DiscreteSACConfig,
     DQNConfig,
     EnvConfig,
+    GradientsConfig,
     ImpalaConfig,
     NetworkConfig,
     PPOConfig,
@@ -213,6 +214,23 @@ def test_environments_never_get_what_they_forbid(masks, dtype, algorithm):
         assert abs(stats.metrics.get("kl", 0.0)) < 1.0
     for greedy in (False, True):
         evaluate(trainer.policy, env, 8, greedy=greedy, seed=1)
+    trainer.close()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("algorithm", ["ppo", "impala", "dqn"])
+def test_masks_go_with_gradients_in_half_precision(algorithm, precision):
+    task = TaskConfig(
+        env=EnvConfig(id="Cards-v0", num_envs=4, kwargs={"picture": 0}),
+        network=NetworkConfig(hidden=(16,)),
+        algorithm=ALGORITHMS[algorithm],
+        gradients=GradientsConfig(precision=precision),
+    )
+    trainer = build_trainer(task, 1, "cpu")
+    for _ in range(8):
+        metrics = trainer.step().metrics
+        assert all(np.isfinite(value) for value in metrics.values())
+    assert not metrics.get("skipped_steps")  # the scale of the loss has been found by then
     trainer.close()
 
 

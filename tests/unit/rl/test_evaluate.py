@@ -14,6 +14,7 @@ from p2pdrl.rl.envs import Discrete, EnvSpec, make_vector_env
 from p2pdrl.rl.evaluate import _Actor, _play, evaluate, record_video
 from p2pdrl.rl.normalize import RunningNormalizer
 from p2pdrl.rl.policy import ActorCritic
+from p2pdrl.rl.q_network import QNetwork
 
 ENV = EnvConfig(num_envs=4, max_episode_steps=30)
 
@@ -37,6 +38,14 @@ def test_a_seed_repeats_it(policy):
     first = evaluate(policy, ENV, 5, greedy=False, seed=1)
     assert first == evaluate(policy, ENV, 5, greedy=False, seed=1)
     assert first != evaluate(policy, ENV, 5, greedy=False, seed=2)
+
+
+def test_noisy_weights_are_judged_by_their_means():
+    net = QNetwork(
+        make_vector_env(ENV, 0).spec, NetworkConfig(hidden=(8,), noisy=True, noisy_sigma=5.0), seed=0
+    )
+    sampled, other = (evaluate(net, ENV, 5, greedy=greedy, seed=1) for greedy in (False, True))
+    assert sampled == other
 
 
 def test_long_episodes_count_as_much_as_short_ones():

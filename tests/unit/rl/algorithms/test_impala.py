@@ -296,3 +296,28 @@ def test_the_optimizer_may_be_adam():
         trainer.close()
     assert "optimizer.m" in rules["adam"]
     assert "optimizer.m" not in rules["rmsprop"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"rescale_actions": True},
+        {"squash": "tanh"},
+        {"exploration_noise": "sde", "log_std_init": -1.0},
+        {"exploration_noise": "sde", "squash": "tanh"},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())) or "plain",
+)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_ratios_of_continuous_actions_are_one_under_the_policy_that_acted(network, options):
+    task = msgspec.structs.replace(
+        task_of(network, "Pendulum-v1", msgspec.structs.replace(CONFIG, learning_rate=0.0)),
+        network=msgspec.structs.replace(NETWORKS[network], **options),
+    )
+    trainer = build_trainer(task, 3, "cpu")
+    for _ in range(2):
+        metrics = trainer.step().metrics
+        assert metrics["rho"] == pytest.approx(1.0, abs=1e-5)
+        assert metrics["kl"] == pytest.approx(0.0, abs=1e-5)
+    trainer.close()

@@ -12,9 +12,11 @@ import torch
 from p2pdrl.config.task import DDPGConfig, DQNConfig, EnvConfig, NetworkConfig, TaskConfig
 from p2pdrl.rl.actor_critic_q import beside
 from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.normalize import RewardScaler
 from p2pdrl.rl.q_network import QNetwork
 from p2pdrl.rl.registry import build_trainer
 from p2pdrl.rl.sources.replay import ReplayBatch, ReplayFeeder, Transitions, TransitionScaler
+from p2pdrl.tensors.moments import Moments
 
 
 def task(**changes) -> TaskConfig:
@@ -105,6 +107,31 @@ def test_rewards_are_scaled_when_drawn():
     values = drawn.returns_B.unique()
     assert len(values) == 1
     assert 0.0 < float(values) < 0.3
+
+
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_returns_are_cut_where_each_of_their_rewards_would_be(n_step):
+    scaler = RewardScaler(1, 0.99)
+    scaler.statistics.set_own(Moments(1000.0, np.zeros(()), np.array(1.0)))  # a deviation of 0.03
+    raw = np.array([0.001, 0.3, 5.0, -5.0], np.float32)
+    scaled = TransitionScaler(torch.device("cpu"), None, scaler, n_step).scaled(raw)
+    factor = float(scaler.statistics.in_use[1])
+    assert 30 < factor < 33
+    wanted = [0.001 * factor, 0.3 * factor, 10.0 * n_step, -10.0 * n_step]
+    np.testing.assert_allclose(scaled, wanted, rtol=1e-6)
+    assert raw[2] == 5.0
+    np.testing.assert_array_equal(TransitionScaler(torch.device("cpu")).scaled(raw), raw)
+
+
+def test_a_row_whose_error_is_not_finite_is_hardly_drawn_again():
+    batch = collect(task(prioritized=True, alpha=1.0))
+    drawn = batch.draw(64)
+    errors = torch.full((64,), 10.0)
+    errors[:8] = torch.tensor([float("nan"), float("inf"), -float("inf")] * 3)[:8]
+    batch.update_priorities(drawn, errors)
+    broken = drawn.indices_B[:8]
+    assert not np.isin(batch.draw(500).indices_B, broken).any()
+    batch.update_priorities(batch.draw(64), torch.full((64,), float("nan")))
 
 
 def test_priorities_change_what_is_drawn():
