@@ -7,6 +7,7 @@ in bytes (``_bytes``).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import msgspec
@@ -371,6 +372,16 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def may_import(self) -> bool:
         """Whether anything may be imported; a task's names are checked where the task comes in."""
         return self.allow_import or bool(self.imports)
+
+    def placed(self) -> NodeConfig:
+        """The same with absolute paths of key and data folder, of which commands on this machine are told."""
+        return msgspec.structs.replace(
+            self, swarm_key_file=_absolute(self.swarm_key_file), data_dir=_absolute(self.data_dir)
+        )
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).expanduser().absolute())
 
 
 TRAINS: frozenset[str] = frozenset({"learner", "server"})

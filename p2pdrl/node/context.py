@@ -14,7 +14,6 @@ from p2pdrl.membership.service import MembershipService
 from p2pdrl.node.accounting.evaluations import Evaluation, EvaluationLog
 from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
 from p2pdrl.node.accounting.progress_tracker import LineageRank, ProgressTracker
-from p2pdrl.node.children.supervisor import LearnerSupervisor
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.inference import Inference
 from p2pdrl.node.looplag import LoopLagMonitor
@@ -48,9 +47,9 @@ class NodeContext:
     """Monotonic time of the start."""
     lag: LoopLagMonitor = field(default_factory=LoopLagMonitor)
     gossip: MetricsGossip | None = None
-    learner: LearnerSupervisor | None = None
-    """The training's, from the moment on when it is being built."""
     training: Training | None = None
+    building: Training | None = None
+    """The same from the moment on when it is being built; the next one where another still is there."""
     checkpointer: Checkpointer | None = None
     inference: Inference | None = None
     """Answers who asks for actions."""

@@ -151,7 +151,7 @@ class Node:
     def __init__(
         self, config: Config, invite: InviteLine | None = None, start: StartingPoint | None = None
     ) -> None:
-        self._config = config
+        self._config = msgspec.structs.replace(config, node=config.node.placed())
         self._invite = invite
         self._start = start
         self._member: InvitedMember | None = None
@@ -354,15 +354,13 @@ class Node:
                 self._follower.found(training, founded_at(checkpoint, self._clock.wall()))
             jobs.append(group.create_task(self._fold_later(), name="fold"))
             early.cancel()
-            while await self._train(training):
-                training = await self._change_roles(store, training)
+            await self._train_on(store, training)
             for job in jobs:
                 job.cancel()
         self.leave("the swarm is done")
 
     async def _build_training(self, origin: SwarmOrigin) -> Training:
-        training = self._latest = self._make_training(origin.task)
-        self._context.learner = training.supervisor
+        training = self._latest = self._context.building = self._make_training(origin.task)
         await training.build()
         if self._start is not None and origin.info is None:
             self._start.check_if_needed(training, self._checkpoint_folder(training))
@@ -416,6 +414,12 @@ class Node:
                 context.membership.move(moved)
                 self._events.emit("moved", text, level="warning", address=str(moved))
 
+    async def _train_on(self, store: CheckpointStore, begun: Training) -> None:
+        """Train until the swarm is done, in whatever roles."""
+        training: Training | None = begun
+        while training is not None and await self._train(training):
+            training = await self._change_roles(store, training)
+
     async def _train(self, training: Training) -> bool:
         """Train until the swarm is done (False), or this node is to have other roles (True)."""
         context = self._context
@@ -461,7 +465,7 @@ class Node:
         """
         context = self._context
         training = context.training
-        if training is None or context.state not in ("training", "paused"):
+        if training is None or context.state not in ("starting", "training", "paused"):
             raise ConfigError(f"this node is {context.state}; it can change its roles once it trains")
         if (unknown := sorted(set(roles).difference(get_args(Role)))) or not roles:
             what = f"{', '.join(unknown)}: no such role" if unknown else "no role is named"
@@ -480,30 +484,26 @@ class Node:
         self._wanted_roles = asked
         self._roles_wanted.set()
 
-    async def _change_roles(self, store: CheckpointStore, old: Training) -> Training:
-        """End a training, and go on from its state in other roles."""
+    async def _change_roles(self, store: CheckpointStore, old: Training) -> Training | None:
+        """End a training, and go on from its state in other roles; None where the swarm is done before."""
         context = self._context
-        self._roles_wanted.clear()
-        roles = self._wanted_roles
         context.state = "starting"
-        self._events.emit("roles", f"its roles are {', '.join(roles)} from now on", roles=list(roles))
         await old.stop()
         checkpointer = context.checkpointer
         checkpoint = await checkpointer.snapshot() if checkpointer is not None and old.ready else None
-        node = msgspec.structs.replace(self._config.node, roles=roles)
-        self._config = context.config = msgspec.structs.replace(self._config, node=node)
-        context.membership.retag(tags_of(roles, promote=node.promote))
-        training = self._latest = self._make_training(old.task, old.done())
         try:
-            await training.build()
+            training = await self._rebuilt(old)
+            if training is None:
+                await self._linger()
+                return None
             state = None if checkpoint is None else as_state(checkpoint, training.spec)
             if training.learns and not old.learns:
                 state = await training.adoptions.newest(old.lineage) or state
             context.training = self._admission.training = training
-            context.learner = training.supervisor
             await training.begin(state, old.lineage)
         finally:
-            old.close()
+            if self._latest is not old:
+                old.close()
         context.checkpointer = self._make_checkpointer(store, training, checkpoint)
         self._make_others(training, checkpoint)
         self._follower.renew()
@@ -511,6 +511,40 @@ class Node:
         context.state = "paused" if old.paused else "training"
         self._tell_training(training)
         return training
+
+    async def _rebuilt(self, old: Training) -> Training | None:
+        """Build a training in the roles that are wanted; in others if these are wanted before it is there.
+
+        Of a node that only acts it isn't until a learner takes what it makes. None where the swarm is done
+        before.
+        """
+        context = self._context
+        while True:
+            self._roles_wanted.clear()
+            roles = self._wanted_roles
+            self._events.emit("roles", f"its roles are {', '.join(roles)} from now on", roles=list(roles))
+            node = msgspec.structs.replace(self._config.node, roles=roles)
+            self._config = context.config = msgspec.structs.replace(self._config, node=node)
+            context.membership.retag(tags_of(roles, promote=node.promote))
+            training = self._latest = context.building = self._make_training(old.task, old.done())
+            building = asyncio.create_task(training.build(), name="build")
+            wanted = asyncio.create_task(self._roles_wanted.wait(), name="roles")
+            halted = asyncio.create_task(self._follower.halted.wait(), name="halt")
+            jobs = {building, wanted, halted}
+            try:
+                await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for job in jobs:
+                    job.cancel()
+                await asyncio.wait(jobs)
+            if not building.cancelled():
+                building.result()
+                return training
+            await training.stop()
+            training.close()
+            if not halted.cancelled():
+                self._latest = context.building = old
+                return None
 
     async def _end_training(self) -> None:
         if self._latest is not None:

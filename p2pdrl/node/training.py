@@ -630,16 +630,16 @@ class Training:
                 503,
                 "nobody learns here"
                 if not self.learns
-                else "this learner takes no unrolls of others: start its node with --roles learner,actor, or "
-                "set node.learner.remote_actors; of its pipeline's ranks it does with node.actors.count",
+                else "this learner takes no unrolls of others; `p2pdrl roles set learner,actor` there has it "
+                "do so, and node.actors.count take those of its pipeline's ranks",
             )
         if self.lent_actors is not None and self.lent_actors.away:
             raise Refusal(503, "this node is a later rank of a pipeline, whose first rank takes unrolls")
         if lanes_for_ranks(self._config) and incoming.sender not in self._ranks:
             raise Refusal(
                 503,
-                "this learner takes unrolls of its pipeline's other ranks only, once that is formed; so that "
-                "it takes all, start its node with --roles learner,actor, or set node.learner.remote_actors",
+                "this learner takes unrolls of its pipeline's other ranks only; `p2pdrl roles set "
+                "learner,actor` there has it take all",
             )
         return await self.receiver.answer(incoming)
 

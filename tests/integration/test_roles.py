@@ -232,9 +232,10 @@ def come_from(learner):
     return [name for name, (_, unrolls, _) in received(learner).items() if unrolls > 3]
 
 
-def set_roles(node, *roles):
+def set_roles(node, *roles, wait_s=60):
     """What `p2pdrl roles set` says; it waits until the node works in them."""
-    command = [sys.executable, "-m", "p2pdrl", "roles", "set", ",".join(roles), "--api", node.api]
+    words = ",".join(roles), "--wait", str(wait_s)
+    command = [sys.executable, "-m", "p2pdrl", "roles", "set", *words, "--api", node.api]
     return subprocess.run(
         [*command, "--data-dir", str(node.data)], capture_output=True, text=True, timeout=90, check=False
     )
@@ -278,4 +279,43 @@ def test_roles_change_while_the_others_go_on(swarm, wait_until, no_orphans):
     for node in (second, third, learner, first):
         node.signal(signal.SIGTERM)
         assert node.wait(30) == 0
+        assert "Traceback" not in node.text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_who_acts_for_learners_that_take_nothing_is_told_why_and_may_change_its_mind(swarm, wait_until):
+    on = ("--set", "task.stop.env_steps=100000000", "--set", "task.stop.mean_return=none")
+    learner = swarm.found("learner", "--config", "cartpole", *on)
+    other = swarm.start("other", peers=learner)
+    wait_until(lambda: other.status().get("updates", 0) > 5, START_S, "it learns")
+    steps = other.status()["swarm_env_steps"]
+    assert set_roles(other, "actor", wait_s=3).returncode != 0
+    wait_until(lambda: not other.status()["healthy"], START_S, "it is unwell")
+    (reason,) = other.status()["reasons"]
+    assert "learner doesn't take this node's actors yet" in reason
+    assert "`p2pdrl roles set learner,actor` there" in reason
+    assert set_roles(other, "learner", "actor").returncode == 0
+    wait_until(lambda: other.status()["healthy"], START_S, "it learns again")
+    assert other.status()["swarm_env_steps"] >= steps
+    assert set_roles(learner, "learner", "actor").returncode == 0
+    assert set_roles(other, "actor").returncode == 0, "now somebody takes what it makes"
+    wait_until(lambda: set(received(learner)) == {"other"}, START_S, "it acts for the learner")
+    for node in (other, learner):
+        node.signal(signal.SIGTERM)
+        assert node.wait(30) == 0
+        assert "Traceback" not in node.text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_who_waits_for_a_learner_ends_with_the_swarm(swarm, wait_until):
+    learner = swarm.found("learner", "--config", "cartpole", "--set", "task.stop.mean_return=none")
+    other = swarm.start("other", peers=learner)
+    wait_until(lambda: other.status().get("updates", 0) > 5, START_S, "it learns")
+    assert set_roles(other, "actor", wait_s=1).returncode != 0
+    halt = [sys.executable, "-m", "p2pdrl", "halt", "--api", learner.api, "--data-dir", str(learner.data)]
+    subprocess.run(halt, check=True, timeout=60)
+    for node in (learner, other):
+        assert node.wait(60) == 0
         assert "Traceback" not in node.text()

@@ -57,7 +57,7 @@ class DataDir:
         *,
         environ: Mapping[str, str] | None = None,
     ) -> DataDir:
-        """Create (0700) and lock a data folder.
+        """Create (0700) and lock a data folder, whose path is absolute from then on.
 
         Args:
             path: this very folder; None takes the first unlocked one of ``node-1``, ``node-2`` … in the root.
@@ -69,7 +69,7 @@ class DataDir:
             StorageError: if the disk is full or fails.
         """
         if path is not None:
-            folder = Path(path).expanduser()
+            folder = Path(path).expanduser().absolute()
             existed = folder.exists()
             lock = _lock(folder)
             if lock is None:
@@ -137,9 +137,9 @@ class DataDir:
 
 def _root(root: str | Path | None, environ: Mapping[str, str]) -> Path:
     if root is not None:
-        return Path(root).expanduser()
+        return Path(root).expanduser().absolute()
     if named := environ.get("P2PDRL_DATA_ROOT"):
-        return Path(named).expanduser()
+        return Path(named).expanduser().absolute()
     return platformdirs.user_data_path("p2pdrl", appauthor=False)
 
 

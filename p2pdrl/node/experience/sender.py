@@ -113,6 +113,8 @@ class ExperienceSender:
         """Unrolls that were taken."""
         self.refused = 0
         """Times that there was no room for one."""
+        self.without_learner = ""
+        """Why no learner takes this node's actors, when that was tried last; empty once one does."""
         self.env_steps = 0
 
     async def layout(self) -> tuple[BoardSpec, UnrollSpec]:
@@ -251,6 +253,7 @@ class ExperienceSender:
         """Ask the learner that is ours for lanes; None when that fails, which is told now and then."""
         wanted = self._learner()
         if wanted is None:
+            self.without_learner = "nobody learns"
             self._events.remind("experience", "nobody learns: waits for a learner")
             return None
         learner, address = wanted
@@ -261,10 +264,10 @@ class ExperienceSender:
             if len(enlisted.lanes) != len(self._shares):
                 raise WireError(f"{len(enlisted.lanes)} lanes for {len(self._shares)} actors")
         except TransportError as error:
-            self._events.remind(
-                "experience", f"{self._named(learner)} doesn't take this node's actors yet: {error}"
-            )
+            self.without_learner = f"{self._named(learner)} doesn't take this node's actors yet: {error}"
+            self._events.remind("experience", self.without_learner)
             return None
+        self.without_learner = ""
         self._post = Post(learner, address, enlisted.lanes)
         self._events.emit("works-for", f"its actors work for {self._named(learner)}", peer=learner)
         return enlisted, policy

@@ -26,6 +26,8 @@ LOOP_LAG_S = 1.0
 ALONE_S = 15.0
 """A first join may take this long."""
 ADOPTING_S = 60.0
+IDLE_S = 15.0
+"""Longest time without a learner that takes what actors make, where it is known why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,8 @@ class HealthInputs:
     """How the swarm's learning curve has fallen for long; empty when it hasn't."""
     idle_s: float = 0.0
     """For how long a node that only acts has had no learner that takes what it makes."""
+    without_learner: str = ""
+    """Why it has none; empty where it has one."""
     mode_error: str | None = None
     """Why this node can't run the swarm's mode and trains alone; None while it can."""
 
@@ -102,8 +106,9 @@ def _of_swarm(inputs: HealthInputs) -> list[str]:
     reasons = []
     if inputs.seeds_given and inputs.alone_s > ALONE_S:
         reasons.append(f"none of the peers it was told of has answered for {inputs.alone_s:.0f} s")
-    if inputs.idle_s > PROGRESS_S:
-        reasons.append(f"no learner has taken what its actors make for {inputs.idle_s:.0f} s")
+    if inputs.idle_s > (IDLE_S if inputs.without_learner else PROGRESS_S):
+        why = f": {inputs.without_learner}" if inputs.without_learner else ""
+        reasons.append(f"no learner has taken what its actors make for {inputs.idle_s:.0f} s{why}")
     if inputs.mode_error is not None:
         reasons.append(f"trains alone: {inputs.mode_error}")
     if inputs.adopting_s > ADOPTING_S:

@@ -162,8 +162,9 @@ class StatusReporter:
         now_s = context.clock.monotonic()
         training = context.training
         inputs: dict[str, Any] = {}
-        if training is None and context.learner is not None:
-            inputs = {"learner_starting_s": context.learner.starting_s}
+        building = context.building
+        if training is None and building is not None:
+            inputs = {"learner_starting_s": building.supervisor.starting_s}
         if training is not None:
             learner = training.supervisor
             reported_s = learner.reported_s
@@ -179,8 +180,10 @@ class StatusReporter:
                 "quarantined": tuple(self.namer()(peer) for peer in training.swarm.quarantine.held(now_s)),
                 "adopting_s": training.adoptions.seconds,
                 "mode_error": context.mode_error,
-                "idle_s": 0.0 if training.sender is None or not wanted else training.sender.idle_s,
             }
+        sender = None if building is None else building.sender
+        if sender is not None and context.state in ("starting", "training"):
+            inputs |= {"idle_s": sender.idle_s, "without_learner": sender.without_learner}
         fall = context.evaluations.fall()
         return health.judge(
             health.HealthInputs(
@@ -195,11 +198,14 @@ class StatusReporter:
 
     def ready(self) -> tuple[bool, list[str]]:
         """Whether this node trains, and why not."""
-        state, learner = self._context.state, self._context.learner
+        state, building = self._context.state, self._context.building
         if state == "training":
             return True, []
-        starting_s = None if learner is None else learner.starting_s
-        why = "" if starting_s is None else f": its learner is starting for {starting_s:.0f} s"
+        why = ""
+        if building is not None and (starting_s := building.supervisor.starting_s) is not None:
+            why = f": its learner is starting for {starting_s:.0f} s"
+        elif building is not None and building.sender is not None and building.sender.without_learner:
+            why = f": {building.sender.without_learner}"
         return False, [f"this node is {state}{why}"]
 
     def report(self) -> PeerReport:
@@ -570,7 +576,8 @@ class StatusReporter:
 
     def _learner(self) -> dict[str, object] | None:
         training = self._context.training
-        learner = self._context.learner if training is None else training.supervisor
+        building = self._context.building if training is None else training
+        learner = None if building is None else building.supervisor
         if learner is None or (training is not None and not training.learns):
             return None
         state = "running" if learner.pid else "down"

@@ -32,6 +32,15 @@ def test_who_would_learn_if_nobody_else_did_says_so(roles, promote, heir):
     assert roles_in(tags) == roles_in(tags_of(roles))
 
 
+def test_paths_that_others_are_told_are_good_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    given = resolve(sets=["node.swarm_key_file=~/swarm.key", "node.data_dir=here"]).config.node.placed()
+    assert given.swarm_key_file == str(tmp_path / "home" / "swarm.key")
+    assert given.data_dir == str(tmp_path / "here")
+    assert resolve().config.node.placed() == resolve().config.node
+
+
 def test_a_member_of_another_release_is_understood():
     assert roles_in({}) == ("actor", "learner", "server")
     assert roles_in({"roles": "learner,oracle"}) == ("learner",)

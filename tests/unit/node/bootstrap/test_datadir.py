@@ -31,6 +31,14 @@ def test_a_named_folder_is_made_private_and_locked(tmp_path):
     DataDir.acquire(tmp_path / "a" / "b").release()
 
 
+def test_a_folder_is_told_so_that_others_find_it_from_wherever_they_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with DataDir.acquire("a") as data, DataDir.acquire(None, "root") as other:
+        assert (data.path, other.path) == (tmp_path / "a", tmp_path / "root" / "node-1")
+    with DataDir.acquire(environ={"P2PDRL_DATA_ROOT": "root"}) as data:
+        assert data.path == tmp_path / "root" / "node-1"
+
+
 def test_an_existing_folder_keeps_its_permissions(tmp_path):
     tmp_path.chmod(0o755)
     DataDir.acquire(tmp_path).release()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -228,14 +229,32 @@ async def test_health_tells_what_is_wrong(figures, full, training, membership, c
 
 
 async def test_a_learner_that_is_starting_is_told_of(figures, full, training):
-    full.learner, full.training, full.state = training.supervisor, None, "starting"
-    full.learner.starting_s = 47.0
+    full.building, full.training, full.state = training, None, "starting"
+    training.supervisor.starting_s = 47.0
     learner = figures.status()["learner"]
     assert (learner["state"], learner["starting_s"]) == ("starting", 47.0)
     assert figures.ready() == (False, ["this node is starting: its learner is starting for 47 s"])
     assert figures.health() == (True, [])
-    full.learner.starting_s = 61.0
+    training.supervisor.starting_s = 61.0
     assert figures.health() == (False, ["the learner is starting for 61 s"])
+
+
+@pytest.mark.parametrize("state", ["starting", "training"])
+async def test_why_no_learner_takes_what_actors_make_is_told(figures, full, training, state):
+    training.sender = SimpleNamespace(idle_s=14.0, without_learner="bob takes none: set its roles")
+    full.building, full.state = training, state
+    if state == "starting":
+        full.training = None
+        assert figures.ready() == (False, ["this node is starting: bob takes none: set its roles"])
+    assert figures.health() == (True, [])
+    training.sender.idle_s = 16.0
+    words = "no learner has taken what its actors make for 16 s: bob takes none: set its roles"
+    assert figures.health() == (False, [words])
+    training.sender.without_learner = ""
+    assert figures.health() == (True, [])
+    full.state = "paused"
+    training.sender.idle_s = 100.0
+    assert figures.health() == (True, [])
 
 
 async def test_the_error_that_learners_die_of_is_shown(figures, training):
