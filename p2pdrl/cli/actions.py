@@ -135,7 +135,9 @@ def set_stop(target: Target, conditions: tuple[str, ...], as_json: bool) -> None
     query = urlencode([("set", one) for one in conditions])
     record = command_swarm(target, target.client(), f"/v1/stop?{query}", setting)
     said = {name: getattr(condition, name) for name in condition.__struct_fields__}
-    done(f"the swarm stops at {', '.join(conditions)}", as_json, stop=said, **_signed(record))
+    ends = condition.env_steps or condition.time_s or condition.mean_return is not None
+    words = f"the swarm stops at {', '.join(conditions)}" if ends else "nothing ends it now but `p2pdrl halt`"
+    done(words, as_json, stop=said, **_signed(record))
 
 
 @click.command()

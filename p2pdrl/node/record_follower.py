@@ -158,11 +158,22 @@ class RecordFollower:
         Raises:
             ConfigError: it can't work, here at least.
         """
-        if self.halted.is_set():
-            raise ConfigError("the swarm is done; its mode counts for nothing any more")
+        self.check_open("its mode counts")
         why = self._impossible(strategy, exact=True)
         if why is not None:
             raise ConfigError(why)
+
+    def check_open(self, what: str) -> None:
+        """See whether the swarm is not done yet.
+
+        Args:
+            what: "its … counts", for people.
+
+        Raises:
+            ConfigError: it is.
+        """
+        if self.halted.is_set():
+            raise ConfigError(f"the swarm is done; {what} for nothing any more")
 
     async def until_done(self) -> str:
         """Wait until the records say that the swarm is done, without training by them; return why."""

@@ -113,6 +113,7 @@ class ApiView:
 
     async def pause(self, *, paused: bool, swarm: bool) -> None:
         """Hold this node's learner, or everybody's, or let it go on."""
+        _need(self._follower).check_open("a pause counts")
         if swarm:
             self._settings().pause(paused=paused)
         else:
@@ -165,6 +166,10 @@ class ApiView:
             )
         if isinstance(value, settings.ModeSetting):
             _need(self._follower).check_mode(value.strategy)
+        if isinstance(value, settings.StopSetting):
+            _need(self._follower).check_open("its stop condition counts")
+        if isinstance(value, settings.PauseSetting):
+            _need(self._follower).check_open("a pause counts")
         try:
             membership.submit(decoded)
         except BadRecordError as error:
@@ -176,6 +181,7 @@ class ApiView:
     async def set_stop(self, sets: Sequence[str]) -> dict[str, object]:
         """Give the swarm another stop condition."""
         _need(_need(self._context).training)
+        _need(self._follower).check_open("its stop condition counts")
         return _named(self._settings().set_stop(stop_from(sets)))
 
     async def halt(self, reason: str) -> dict[str, object]:
