@@ -80,6 +80,8 @@ class Fleet:
 
     def leave(self) -> None:
         """Ask every running node to leave the swarm and end."""
+        for member in self.running():
+            member.leaving = True
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:

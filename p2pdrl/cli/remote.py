@@ -370,6 +370,7 @@ class RemoteFleet(Fleet):
     def leave(self) -> None:
         """Have every running node leave the swarm and end."""
         for member in self.running():
+            member.leaving = True
             self._tell(member, b"leave", last=True)
 
     def kill(self) -> None:

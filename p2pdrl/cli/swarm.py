@@ -26,7 +26,7 @@ import click
 
 from p2pdrl.cli.formats import as_number, clean
 from p2pdrl.cli.options import Span, as_arguments, config_options, json_option
-from p2pdrl.errors import StorageError, WorkerError
+from p2pdrl.errors import DataDirUnusableError, UsageError, WorkerError
 
 if TYPE_CHECKING:
     from p2pdrl.cli.fleet import Fleet
@@ -183,10 +183,11 @@ def up(
 
     Hosts need p2pdrl, and ports from --base-port on by which they reach each other.
 
-    Ctrl-C makes them leave properly; a second one ends them at once. The exit code is 0 only if every
-    node's was.
+    Ctrl-C makes them leave properly, and the exit code is 130 then; a second one ends them at once. The exit
+    code is 0 only if every node's was.
     """  # fmt: skip
     from p2pdrl.api.checkpoints import checkpoint_to_start_from
+    from p2pdrl.api.keyfile import read_swarm_keys
     from p2pdrl.cli.fleet import Fleet
     from p2pdrl.config.environments import require_environment
     from p2pdrl.config.loader import resolve
@@ -212,6 +213,8 @@ def up(
         )
         return
     require_environment(task)
+    if options["swarm_key_file"] is not None:
+        read_swarm_keys(options["swarm_key_file"])
     if start_from is not None:
         checkpoint_to_start_from(start_from, options["swarm_key_file"])
         options["from"] = start_from
@@ -379,7 +382,11 @@ def _folder(data_root: Path | None) -> Iterator[Path]:
     try:
         data_root.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise StorageError(f"can't make the data root {data_root}: {error.strerror}") from None
+        raise DataDirUnusableError(f"can't make the data root {data_root}: {error.strerror}") from None
+    if not os.access(data_root, os.W_OK | os.X_OK):
+        raise DataDirUnusableError(
+            f"can't write to the data root {data_root}: name a folder of yours with --data-root"
+        )
     yield data_root.absolute()
 
 
@@ -397,6 +404,7 @@ class _Run:
         self._ended_s = self._started_s
         self._wake = threading.Event()
         self._signals = 0
+        self._interrupted = False
 
     def until_all_ended(self) -> None:
         """Show the fleet until no node runs; see to signals, and to nodes that can't even start."""
@@ -460,8 +468,9 @@ class _Run:
 
     @contextmanager
     def _catching_signals(self) -> Iterator[None]:
-        def count(_number: int, _frame: object) -> None:
+        def count(number: int, _frame: object) -> None:
             self._signals += 1
+            self._interrupted = self._interrupted or number == signal.SIGINT
             self._wake.set()
 
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -516,21 +525,27 @@ class _Run:
         out.print(members_table(self._rows(), RESULTS))
 
     def raise_for_failures(self) -> None:
-        """End with 1 when a node did.
+        """End with 1 when a node failed, and with 130 when Ctrl-C ended the swarm before it was done.
+
+        With 2 when all that failed did: what they were told can be mended.
 
         Raises:
+            KeyboardInterrupt: it did.
             WorkerError: names the nodes that failed, and the last words of the first; or says why they were
                 ended.
         """
         if self._trouble:
             raise WorkerError(self._trouble)
-        failed = [member for member in self._fleet.members if member.exit_code != 0]
+        if self._interrupted and any(member.ending != "done" for member in self._fleet.members):
+            raise KeyboardInterrupt
+        failed = [member for member in self._fleet.members if member.ending == "failed"]
         if not failed:
             return
         names = ", ".join(f"{member.name} with {member.exit_code}" for member in failed)
         first = next((m for m in failed if m.exit_code is not None and m.exit_code > 0), failed[0])
         words = clean(first.last_words(), 500)
-        raise WorkerError(
+        mendable = all(member.exit_code == UsageError.exit_code for member in failed)
+        raise (UsageError if mendable else WorkerError)(
             f"{len(failed)} of {len(self._fleet.members)} nodes failed ({names})"
             + (f"; {first.name} said: {words}" if words else "")
         )

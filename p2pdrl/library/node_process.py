@@ -10,6 +10,7 @@ we end, and which reaches as far as the ports do (one network namespace). Elsewh
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -17,8 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from p2pdrl.atomic import storage_error
 from p2pdrl.errors import UsageError
 from p2pdrl.transport.protocol import Address
 
@@ -79,6 +81,7 @@ class NodeProcess:
     Attributes:
         log: file of everything it writes.
         status: its newest ``/v1/status``; empty before the first.
+        leaving: it was asked to leave.
     """
 
     name: str
@@ -87,6 +90,7 @@ class NodeProcess:
     log: Path
     process: subprocess.Popen[bytes]
     status: dict[str, Any] = field(default_factory=dict)
+    leaving: bool = False
 
     @classmethod
     def start(
@@ -107,10 +111,17 @@ class NodeProcess:
             arguments: further ones.
             listen: where it listens, if not at ``address``, where it is asked.
             environ: its environment variables; None for ours.
+
+        Raises:
+            StorageError: its log can't be written.
         """
         command = [*PROGRAM, "node", "--name", name, "--listen", str(listen or address)]
         command += ["--data-dir", str(folder)]
-        with log.open("ab") as out:
+        try:
+            out = log.open("ab")
+        except OSError as error:
+            raise storage_error("write the log", log, error) from error
+        with out:
             # Only the program itself with arguments that are ours: nothing goes through a shell.
             process = subprocess.Popen(  # noqa: S603
                 [*command, *arguments],
@@ -127,15 +138,24 @@ class NodeProcess:
         """How it ended, negative for a signal; None while it runs."""
         return self.process.poll()
 
+    @property
+    def ending(self) -> Literal["done", "left", "failed"]:
+        """What an exit means: its swarm is done, it left as it was asked to, or neither."""
+        code = self.exit_code
+        stop = self.status.get("stop")
+        reached = isinstance(stop, dict) and bool(stop.get("reached"))
+        if self.leaving and not reached and code in (0, -signal.SIGTERM):  # a start that SIGTERM cuts short
+            return "left"
+        return "done" if code == 0 else "failed"
+
     def row(self) -> dict[str, Any]:
         """The member for a table: its status, and how its process ended."""
         code = self.exit_code
         row = {"name": self.name, "address": str(self.address), "state": "starting", **self.status}
         if code is not None:
-            row.update(state="done" if code == 0 else "failed", exit_code=code, loop_lag_s=None)
-            row.update(
-                healthy=code == 0, reasons=[] if code == 0 else [f"ended with {code}: {self.last_words()}"]
-            )
+            well = self.ending != "failed"
+            row.update(state=self.ending, exit_code=code, loop_lag_s=None)
+            row.update(healthy=well, reasons=[] if well else [f"ended with {code}: {self.last_words()}"])
         return row
 
     def last_words(self) -> str:

@@ -52,6 +52,9 @@ ASK_S = 0.1
 GRACE_S = 12.0
 """A node that was asked to leave is gone after ten seconds, whatever hangs; then it is killed."""
 
+TRAINED = frozenset({"training", "paused", "stopping", "stopped"})
+"""States of a node that trains, or has trained; in others it is on its way there."""
+
 Configuration = str | Path | Mapping[str, Any]
 
 
@@ -416,7 +419,7 @@ def _until_it_trains(run: Run, process: NodeProcess, timeout_s: float) -> None:
             state = run.client.status().state
         except DaemonUnreachableError:
             state = "starting"
-        if state != "starting":
+        if state in TRAINED:
             return
         if time.monotonic() > end_s:
             raise UnhealthyError(

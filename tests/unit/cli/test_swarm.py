@@ -183,8 +183,9 @@ def test_a_node_that_fails_later_fails_the_run_but_not_the_others(p2pdrl, fake_n
 def test_a_node_that_cant_start_ends_the_run_with_its_words(p2pdrl, fake_nodes):
     fake_nodes(node_1={"dies": "the port is taken"}, node_2={"stays": True})
     result = p2pdrl("swarm", "up", "2", "--base-port", "21730")
-    assert result.exit_code == 1
+    assert result.exit_code == 2, "as the node did"
     assert "node-1 said: the port is taken" in result.stderr
+    assert "left" in result.stdout
 
 
 def test_a_bad_configuration_starts_nothing(p2pdrl, fake_nodes):
@@ -192,6 +193,30 @@ def test_a_bad_configuration_starts_nothing(p2pdrl, fake_nodes):
     result = p2pdrl("swarm", "up", "2", "--set", "task.env.idd=x")
     assert result.exit_code == 2
     assert list(up.iterdir()) == []
+
+
+def test_a_data_root_that_cant_be_or_a_key_that_isnt_there_starts_nothing(
+    p2pdrl, fake_nodes, tmp_path, monkeypatch
+):
+    up = fake_nodes()
+    file = tmp_path / "file"
+    file.touch()
+    missing = p2pdrl("swarm", "up", "1", "--swarm-key-file", str(tmp_path / "no.key"))
+    assert (missing.exit_code, "no swarm key at" in missing.stderr) == (2, True)
+    below = p2pdrl("swarm", "up", "1", "--data-root", str(file / "below"))
+    assert (below.exit_code, "can't make the data root" in below.stderr) == (2, True)
+    monkeypatch.setattr("p2pdrl.cli.swarm.os.access", lambda path, mode: not mode & os.W_OK)
+    others = p2pdrl("swarm", "up", "1", "--data-root", str(tmp_path))
+    assert (others.exit_code, "can't write to the data root" in others.stderr) == (2, True)
+    assert list(up.iterdir()) == []
+
+
+def test_a_log_that_cant_be_written_is_one_line(p2pdrl, fake_nodes, tmp_path):
+    fake_nodes()
+    (tmp_path / "node-1.log").mkdir()
+    result = p2pdrl("swarm", "up", "1", "--base-port", "21735", "--data-root", str(tmp_path))
+    assert result.exit_code == 1
+    assert result.stderr.startswith("p2pdrl: can't write the log ")
 
 
 @pytest.mark.parametrize("count", ["0", "65", "x"])
@@ -206,7 +231,7 @@ def in_a_process(port, script):
         "import p2pdrl.library.node_process as fleet\n"
         f"fleet.PROGRAM = (sys.executable, {str(script)!r})\n"
         "from p2pdrl.cli.main import main\n"
-        f"main(['swarm', 'up', '2', '--base-port', '{port}'])\n"
+        f"sys.exit(main(['swarm', 'up', '2', '--base-port', '{port}']))\n"
     )
     return subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -240,8 +265,8 @@ def test_no_node_outlives_the_command(fake_nodes, tmp_path, number):
     out, err = parent.communicate(timeout=30)
     wait_until(lambda: all(map(is_gone, children)), 5)
     if number != signal.SIGKILL:
-        assert parent.returncode == 0, err
-        assert out.count("done") == 2
+        assert parent.returncode == (130 if number == signal.SIGINT else 0), err
+        assert out.count("left") == 2
 
 
 def test_reserved_ports_are_apart_and_open_to_a_server():

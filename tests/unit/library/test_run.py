@@ -45,7 +45,7 @@ host, port = value("--listen").split(":")
 real = testing.web.TCPSite
 testing.web.TCPSite = lambda runner, h, p: real(runner, host, int(port))
 node = testing.FakeNode("run")
-node.state.update(pid=os.getpid())
+node.state.update(pid=os.getpid(), state=plan.get("state", "training"))
 with testing.ServedNode(node):
     over.wait(plan.get("seconds"))
     if "dies" in plan:
@@ -205,8 +205,9 @@ def test_a_node_that_doesnt_start_says_why(plan, says, code, kind, words):
         p2pdrl.train()
 
 
-def test_a_node_that_never_trains_is_ended(plan):
-    plan(hangs=True)
+@pytest.mark.parametrize("doing", [{"hangs": True}, {"state": "joining"}, {"state": "fetching"}])
+def test_a_node_that_never_trains_is_ended(plan, doing):
+    plan(**doing)
     with pytest.raises(UnhealthyError, match=r"doesn't train after 0\.5 s"):
         p2pdrl.train(start_timeout_s=0.5)
 
