@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 import click
 
 from p2pdrl.cli.formats import as_number, clean
-from p2pdrl.cli.options import Span, Target, api_options, json_option
+from p2pdrl.cli.options import Span, Target, api_options, json_option, refuse_before_subcommand
 from p2pdrl.errors import UsageError
 from p2pdrl.transport.dial import is_loopback
 from p2pdrl.transport.protocol import Address
@@ -58,10 +58,7 @@ def invite(
     node that holds the key can invite. The line holds a secret that is good once; give it to
     nobody but the newcomer. The node that made it has to be up when it is used.
     """
-    if context.invoked_subcommand is not None:
-        given = click.core.ParameterSource.COMMANDLINE
-        if any(context.get_parameter_source(name) == given for name in context.params):
-            raise UsageError(f"write the options behind `{context.invoked_subcommand}`")
+    if refuse_before_subcommand(context):
         return
     asked = [("role", word) for word in _words(roles)] + [("expires_s", f"{expires_s:g}")]
     if membership_s is not None:

@@ -26,6 +26,7 @@ __all__ = [
     "done",
     "json_option",
     "policy_options",
+    "refuse_before_subcommand",
     "require_writable",
     "split_addresses",
     "wide_option",
@@ -127,6 +128,20 @@ def policy_options(command: Command) -> Command:
     ):  # fmt: skip
         wrapped = option(wrapped)
     return wrapped
+
+
+def refuse_before_subcommand(context: click.Context) -> bool:
+    """Tell whether a subcommand of this group was called, which doesn't see the group's own options.
+
+    Raises:
+        UsageError: one was, and some of these are written before it.
+    """
+    if context.invoked_subcommand is None:
+        return False
+    given = click.core.ParameterSource.COMMANDLINE
+    if any(context.get_parameter_source(name) == given for name in context.params):
+        raise UsageError(f"write the options behind `{context.invoked_subcommand}`")
+    return True
 
 
 class Span(click.ParamType[float]):

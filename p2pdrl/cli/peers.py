@@ -9,7 +9,15 @@ from urllib.parse import urlencode
 import click
 
 from p2pdrl.cli.formats import clean
-from p2pdrl.cli.options import Target, api_options, command_options, done, json_option, wide_option
+from p2pdrl.cli.options import (
+    Target,
+    api_options,
+    command_options,
+    done,
+    json_option,
+    refuse_before_subcommand,
+    wide_option,
+)
 from p2pdrl.cli.status import show_again, watchable
 from p2pdrl.errors import P2PDRLError
 from p2pdrl.library.commands import command_swarm
@@ -31,7 +39,7 @@ def peers(
     context: click.Context, *, target: Target, as_json: bool, wide: bool, watch: bool, interval_s: float
 ) -> None:
     """List every member that the node knows, or ban one."""
-    if context.invoked_subcommand is not None:
+    if refuse_before_subcommand(context):
         return
     from p2pdrl.cli.tables import ADDRESSES, members_table
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from p2pdrl.cli.options import json_option
+from p2pdrl.cli.options import json_option, refuse_before_subcommand
 
 __all__ = ["presets"]
 
@@ -26,7 +26,7 @@ def presets(context: click.Context, matrix: bool, as_json: bool) -> None:
 
     `p2pdrl presets show NAME` shows one of them.
     """
-    if context.invoked_subcommand is not None:
+    if refuse_before_subcommand(context):
         return
     if matrix:
         _show_matrix(as_json=as_json)

@@ -35,6 +35,7 @@ def options(command):
 
 
 FOUND = dict(commands())
+GROUPS = {words: found for words, found in FOUND.items() if isinstance(found, click.Group)}
 
 
 def test_names_above_are_commands():
@@ -68,6 +69,24 @@ def test_every_option_has_a_meaning_and_a_word_for_its_value(words):
         if isinstance(one, click.Option) and not one.hidden:
             assert one.help, one.opts
             assert one.is_flag or one.count or one.metavar or isinstance(one.type, click.Choice), one.opts
+
+
+@pytest.mark.parametrize("words", GROUPS)
+def test_options_of_a_group_are_refused_before_its_subcommands(p2pdrl, words):
+    """They would have no effect there."""
+    for subcommand in GROUPS[words].commands:
+        result = p2pdrl(*words.split(), "--json", subcommand, "x")
+        assert result.exit_code == 2
+        assert f"write the options behind `{subcommand}`" in result.stderr
+        assert result.stdout == ""
+
+
+def test_nobody_is_banned_in_another_swarm_than_the_one_that_was_named(p2pdrl, served, monkeypatch):
+    monkeypatch.setenv("P2PDRL_API", served.address)
+    assert p2pdrl("peers", "--api", "127.0.0.1:1", "ban", "node-2").exit_code == 2
+    assert served.node.done == []
+    # what the environment says, the subcommand reads itself
+    assert p2pdrl("peers", "ban", "node-2").exit_code == 0
 
 
 ACTING = [
