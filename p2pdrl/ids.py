@@ -14,8 +14,11 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 __all__ = [
+    "find_called",
     "founded_by",
     "is_node_id",
     "new_exchange_id",
@@ -27,7 +30,11 @@ __all__ = [
 ]
 
 _NONCE_DIGITS = 8
+_FEWEST_DIGITS = 4
+"""Of an id that people begin to write: fewer may be anybody's."""
 _NODE_ID = re.compile(r"[0-9a-f]{32}")
+
+T = TypeVar("T")
 
 
 def node_id_from_public_key(public_key: bytes) -> str:
@@ -73,3 +80,21 @@ def new_exchange_id() -> str:
 def short(node_id: str) -> str:
     """Return the first eight digits: what people see in tables and logs."""
     return node_id[:8]
+
+
+def find_called(text: str, known: Iterable[T], names: Callable[[T], tuple[object, object]]) -> list[T]:
+    """Return those whom people may mean: of that name, else those whose id begins so.
+
+    Args:
+        text: a name, or four digits or more of an id.
+        names: the name and the id of one.
+
+    Example:
+        >>> find_called("1a2b", [("alice", "1a2b3c4d"), ("bob", "1a2c3c4d")], lambda one: one)
+        [('alice', '1a2b3c4d')]
+    """
+    everybody = [(one, *names(one)) for one in known]
+    called = [one for one, name, _ in everybody if text and name == text]
+    if called or len(text) < _FEWEST_DIGITS:
+        return called
+    return [one for one, _, id_ in everybody if str(id_).startswith(text)]

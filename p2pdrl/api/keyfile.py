@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from p2pdrl.atomic import write_atomic
 from p2pdrl.errors import UsageError
 from p2pdrl.ids import swarm_id_from_key
-from p2pdrl.membership.operators import MAX_OPERATORS, Operator, operator_name
+from p2pdrl.membership.operators import MAX_OPERATORS, Operator, find_operators, operator_name
 
 if TYPE_CHECKING:
     from p2pdrl.membership.identity import Identity
@@ -155,7 +155,8 @@ def rotate_swarm_key(
             how long it is taken after that.
         wall_s: wall time.
         add: more root operators.
-        remove: names of root operators, or the first digits of their ids, who are none from now on.
+        remove: names of root operators, or the first four digits or more of their ids, who are none from now
+            on.
 
     Raises:
         UsageError: no such file, not a key file, a rotation is under way already, or it can't be written; or
@@ -191,8 +192,8 @@ def _changed(
 ) -> tuple[Operator, ...]:
     kept = list(operators)
     for word in remove:
-        found = [operator for operator in kept if operator.name == word or operator.id.startswith(word)]
-        if len(found) != 1 or not word:
+        found = find_operators(word, kept)
+        if len(found) != 1:
             known = ", ".join(f"{operator.name} ({operator.id[:8]})" for operator in operators) or "none"
             raise UsageError(f"{word!r} names {len(found)} of the key's root operators, which are: {known}")
         kept.remove(found[0])

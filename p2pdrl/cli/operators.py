@@ -98,10 +98,12 @@ def remove(target: Target, who: str, as_json: bool) -> None:
     What he wrote and is in force is signed anew by you, and stays. Root operators are in the key file:
     `p2pdrl key rotate FILE --remove-operator NAME` makes one without them, for all machines.
     """
+    from p2pdrl.membership.operators import find_operators
+
     client = target.client()
     records, operator = _by_root(target, client)
-    roots = [root for root in records.roots if root.name == who or root.id.startswith(who)]
-    found = [named for named in _named(records) if named.name == who or named.id.startswith(who)]
+    roots = find_operators(who, records.roots)
+    found = find_operators(who, _named(records))
     if not found and roots:
         raise P2PDRLError(
             f"{roots[0].words} is a root operator: those stand in the swarm's key file. Rotate the key "
@@ -109,7 +111,7 @@ def remove(target: Target, who: str, as_json: bool) -> None:
         )
     if len(found) != 1:
         known = ", ".join(named.words for named in _named(records)) or "nobody"
-        raise P2PDRLError(f"{clean(who, 64)} names {len(found)} of those that could be removed: {known}")
+        raise P2PDRLError(f"{clean(who, 64)!r} names {len(found)} of those that could be removed: {known}")
     for record in records.all():
         if record.proposer == found[0].id and record.key != "halt":
             sign_record(client, records, operator, record.key, records.value(record.key))

@@ -20,6 +20,7 @@ from p2pdrl.cli.options import (
 )
 from p2pdrl.cli.status import show_again, watchable
 from p2pdrl.errors import P2PDRLError
+from p2pdrl.ids import find_called
 from p2pdrl.library.commands import command_swarm
 
 if TYPE_CHECKING:
@@ -113,8 +114,7 @@ def _one(rows: Sequence[dict[str, Any]], text: str) -> dict[str, Any]:
     Raises:
         P2PDRLError: there is none, or several.
     """
-    found = [row for row in rows if row.get("name") == text]
-    found = found or [row for row in rows if len(text) >= 4 and str(row.get("id", "")).startswith(text)]
+    found = find_called(text, rows, lambda row: (row.get("name"), row.get("id", "")))
     if len(found) == 1:
         return found[0]
     if found:

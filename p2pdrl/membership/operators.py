@@ -8,14 +8,24 @@ proposer follows from its key as a node's id does, so one rule checks both.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from p2pdrl.ids import node_id_from_public_key, short
+from p2pdrl.ids import find_called, node_id_from_public_key, short
 
-__all__ = ["MAX_BANS", "MAX_OPERATORS", "Ban", "BansSetting", "Operator", "OperatorsSetting", "operator_name"]
+__all__ = [
+    "MAX_BANS",
+    "MAX_OPERATORS",
+    "Ban",
+    "BansSetting",
+    "Operator",
+    "OperatorsSetting",
+    "find_operators",
+    "operator_name",
+]
 
 MAX_OPERATORS = 16
 """Most root operators of a key file, and most others that they name."""
@@ -46,6 +56,11 @@ class Operator(msgspec.Struct, frozen=True):
     def words(self) -> str:
         """``operator alice (1a2b3c4d)``; names alone may be taken twice."""
         return f"operator {self.name} ({short(self.id)})"
+
+
+def find_operators(text: str, known: Iterable[Operator]) -> list[Operator]:
+    """Return those of a name, else those whose id begins so, with four digits or more."""
+    return find_called(text, known, lambda one: (one.name, one.id))
 
 
 class OperatorsSetting(msgspec.Struct, frozen=True):

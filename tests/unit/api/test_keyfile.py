@@ -181,6 +181,16 @@ def test_a_rotation_keeps_the_operators_but_for_those_that_are_named(operated, t
     assert read_swarm_keys(path) == keys
 
 
+@pytest.mark.parametrize("digits", [0, 1, 3])
+def test_a_rotation_leaves_nobody_out_by_a_slip(operated, tmp_path, digits):
+    path, alice = operated
+    rotate_swarm_key(path, HOUR_S, NOW_S, add=[write_operator_key(tmp_path / "bob", "bob").public])
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match="names 0 of the key's root operators"):
+        rotate_swarm_key(path, HOUR_S, NOW_S + 3 * HOUR_S, remove=[alice.public.id[:digits]])
+    assert path.read_bytes() == before
+
+
 @pytest.mark.parametrize("name", ["", "a b", "a:b", "é", "x" * 33])
 def test_what_an_operator_cant_be_called(tmp_path, name):
     with pytest.raises(UsageError, match="can't be an operator's name"):

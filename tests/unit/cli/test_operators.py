@@ -158,6 +158,18 @@ def test_operators_name_others_and_take_that_back(run, held, alice, key, tmp_pat
     assert run("operators", "add", "nonsense").exit_code == 2
 
 
+@pytest.mark.parametrize("digits", [0, 1, 3])
+def test_nobody_is_removed_by_a_slip(run, held, alice, tmp_path, digits):
+    bob = write_operator_key(tmp_path / "bob", "bob").public
+    assert run("operators", "add", f"{bob.public_key.hex()}:bob").exit_code == 0
+    result = run("operators", "remove", bob.id[:digits])
+    assert result.exit_code == 1
+    assert "names 0 of those that could be removed: operator bob" in result.stderr
+    assert held.operators == (alice.public, bob)
+    assert run("operators", "remove", bob.id[:4]).exit_code == 0
+    assert held.operators == (alice.public,)
+
+
 def test_where_nobody_commands_in_particular_the_node_signs(p2pdrl, served):
     served.node.swarm_records.merge(served.node.swarm_records.compose("stop", OLD_STOP, Identity(b"n" * 32)))
     for words in (
@@ -180,6 +192,7 @@ def test_who_is_meant_is_said_clearly(run, held, served):
     node = served.node.members[1]["id"]
     assert run("peers", "ban", node[:6]).exit_code == 0
     assert run("peers", "ban", "nobody").exit_code == 1
+    assert run("peers", "ban", node[:3]).exit_code == 1
     served.node.members.append({**served.node.members[1], "id": "9" * 32})
     twice = run("peers", "ban", "node-2")
     assert twice.exit_code == 1
