@@ -23,7 +23,10 @@ from p2pdrl.transport.protocol import DEFAULT_PORT, Address
 if TYPE_CHECKING:
     from p2pdrl.api.keyfile import OperatorKey
 
-__all__ = ["NodeClient", "parse_api", "read_token", "token_from_environment"]
+__all__ = ["NO_ROUTE", "NodeClient", "parse_api", "read_token", "token_from_environment"]
+
+NO_ROUTE = "no such route"
+"""Reason of a node's 404 where there is no such path; any other is about what the request named."""
 
 _LARGEST_JSON_BYTES = 64 << 20
 _LARGEST_ANSWER_BYTES = 1 << 30
@@ -422,11 +425,12 @@ class NodeClient:
     def _refusal(self, response: http.client.HTTPResponse) -> P2PDRLError:
         data = response.read(4096)
         try:
-            reason = json.loads(data)["error"]
+            answer = json.loads(data)
+            reason = answer["error"]
         except (ValueError, RecursionError, KeyError, TypeError):
-            reason = data.decode("utf-8", "replace") or response.reason
+            answer, reason = None, data.decode("utf-8", "replace") or response.reason
         line = "".join(c if c.isprintable() else " " for c in " ".join(str(reason).split()))[:500]
-        if response.status == 404:
+        if response.status == 404 and (answer != {"error": reason} or reason == NO_ROUTE):
             return self._stranger()
         if response.status == 401:
             return self._shut(line)

@@ -42,6 +42,7 @@ from aiohttp import web
 from p2pdrl.api.act import ActHandlers
 from p2pdrl.api.answers import ApiRefusal, Handler, answers_errors, json_answer
 from p2pdrl.api.auth import Access, AccessGuard, from_this_machine
+from p2pdrl.api.client import NO_ROUTE
 from p2pdrl.api.invites import InviteHandlers
 from p2pdrl.api.page import load_page
 from p2pdrl.api.protocol import NodeView
@@ -254,7 +255,7 @@ def _unknown(table: list[Route]) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         allowed = ", ".join(method for method, path, _, _ in table if path == request.path)
         if not allowed:
-            raise ApiRefusal(404, "no such route")
+            raise ApiRefusal(404, NO_ROUTE)
         raise ApiRefusal(405, f"this route takes {allowed}", {"Allow": allowed})
 
     return handle

@@ -174,6 +174,15 @@ def test_other_refusals_are_told_in_one_line(served):
         client(served.address).post("/v1/pause?scope=x")
 
 
+def test_what_isnt_there_on_a_node_is_told_in_its_words(served, answering):
+    answer = b'HTTP/1.1 404 Not Found\r\nContent-Length: 35\r\n\r\n{"error": "there is no invite \'a\'"}'
+    with pytest.raises(P2PDRLError, match="refuses: there is no invite 'a'") as raised:
+        client(answering(answer)).status()
+    assert raised.value.exit_code == 1
+    with pytest.raises(DaemonUnreachableError, match="isn't a p2pdrl node"):
+        client(served.address).get("/v1/nothing")
+
+
 @pytest.fixture
 def answering():
     """Serve fixed bytes to each connection, or hold it open without a word."""
@@ -217,6 +226,8 @@ def answering():
         b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nnope", b"",
         b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]",
         b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n",
+        b'HTTP/1.1 404 Not Found\r\nContent-Length: 37\r\n\r\n{"status": 404, "error": "Not Found"}',
+        b"HTTP/1.1 404 Not Found\r\nContent-Length: 4\r\n\r\nnope",
         b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n" + b"[" * 100_000,
         b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000,
     ],

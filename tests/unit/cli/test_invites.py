@@ -127,7 +127,8 @@ def test_revoking_a_used_one_says_what_it_does_not_do(p2pdrl, inviting, node):
 
 def test_revoking_what_isnt_there_fails(p2pdrl, inviting):
     result = p2pdrl("invite", "revoke", "00000000", "--api", inviting.address)
-    assert result.exit_code != 0
+    assert result.exit_code == 1
+    assert "there is no invite '00000000': see `p2pdrl invite list`" in result.stderr
     assert result.stdout == ""
 
 
