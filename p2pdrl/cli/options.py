@@ -194,5 +194,12 @@ def require_writable(option: str, file: Path) -> None:
 
 
 def split_addresses(values: tuple[str, ...]) -> list[str]:
-    """Flatten a repeatable option whose values may be comma separated."""
-    return [part.strip() for value in values for part in value.split(",") if part.strip()]
+    """Flatten ``--peers``, which is repeatable, and whose values may be comma separated.
+
+    Raises:
+        UsageError: it is given and names nobody, as ``--peers "$SEEDS"`` does where that isn't set.
+    """
+    found = [part.strip() for value in values for part in value.split(",") if part.strip()]
+    if values and not found:
+        raise UsageError("--peers names nobody: write HOST:PORT behind it, or leave it away")
+    return found

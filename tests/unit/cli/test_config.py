@@ -102,6 +102,18 @@ def test_flags_of_node_reach_the_daemon(p2pdrl, daemon, tmp_path):
     assert "node.insecure" not in daemon[0].given("node")
 
 
+@pytest.mark.parametrize("given", [[""], [","], [" , "], ["", ""]])
+def test_peers_that_name_nobody_found_no_swarm(p2pdrl, daemon, given):
+    """As ``--peers "$SEEDS"`` where that isn't set."""
+    for command in ("node", "doctor"):
+        result = p2pdrl(command, *(word for value in given for word in ("--peers", value)))
+        assert result.exit_code == 2
+        assert "--peers names nobody: write HOST:PORT" in result.stderr
+    assert daemon == []
+    assert p2pdrl("node", "--peers", "", "--peers", ",a:1").exit_code == 0
+    assert daemon[0].config.node.peers == ("a:1",)
+
+
 def test_the_daemons_code_is_the_commands(p2pdrl, daemon):
     sys.modules["p2pdrl.node.daemon"].run = lambda _resolved, _invite: 4
     assert p2pdrl("node").exit_code == 4

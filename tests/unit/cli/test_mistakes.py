@@ -43,6 +43,8 @@ MISTAKES = [
     ("status --api {stranger}", 3, "isn't a p2pdrl node: name another address with --api"),
     ("node --peers 127.0.0.1:1;127.0.0.1:2", 2, "write HOST:PORT"),
     ("node --peers 7700", 2, "'7700' is a port alone: write HOST:PORT, such as 127.0.0.1:7700"),
+    ("node --peers ,", 2, "--peers names nobody: write HOST:PORT behind it, or leave it away"),
+    ("doctor --peers ,", 2, "--peers names nobody: write HOST:PORT behind it, or leave it away"),
     ("node --listen 8080", 2, "such as 127.0.0.1:8080"),
     ("node --listen 0.0.0.0:7700", 2, "make one with `p2pdrl keygen FILE`"),
     ("doctor --peers a:b", 2, "a port of 1-65535"),

@@ -62,3 +62,4 @@ def test_nobody_is_3(free_address):
     assert done.returncode == 3
     assert done.stdout == ""
     assert script("--peers", "a:b").returncode == 2
+    assert script("--peers", "").returncode == 2
