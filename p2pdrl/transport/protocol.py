@@ -48,7 +48,8 @@ Lane = Literal["probe", "bulk"]
 VectorBuffer = Callable[[bytes, int], "memoryview | None"]
 """``(meta, vector_nbytes)`` of an answer -> where its vector goes, or None to refuse it."""
 
-_HOST = re.compile(r"[A-Za-z0-9._:%-]{1,253}")
+_HOST = re.compile(r"(?!.{254})[A-Za-z0-9_:%-]{1,63}(?:\.[A-Za-z0-9_:%-]{1,63})*\.?")
+"""Parts that are empty or longer than 63 can't be looked up; a name may end with a dot."""
 _PORT = re.compile(r"[0-9]{1,5}")
 _ROUTE = re.compile(r"[a-z0-9_-]{1,32}(/[a-z0-9_-]{1,32}){0,3}")
 

@@ -124,7 +124,7 @@ def test_nobody_listening_is_told_and_tried_for_ever(swarm):
         (["--device", "cuda:7"], "cpu"),
         (["--listen", "0.0.0.0:0"], "keygen"),
         (["--swarm-key-file", "/nowhere/key"], "/nowhere/key"),
-        (["--peers", "a..b:7700"], "neither an IP address"),
+        (["--peers", "a..b:7700"], "isn't an address"),
         (["--data-dir", "/proc/nope"], "/proc/nope"),
     ],
 )

@@ -32,7 +32,9 @@ def test_addresses(text, host, port):
     assert parse_api(text) == Address(host, port)
 
 
-@pytest.mark.parametrize("text", ["", "host:port", "host:0", "host:99999", "::1", "a b:1", "https://x:1"])
+@pytest.mark.parametrize("text", [
+    "", "host:port", "host:0", "host:99999", "::1", "a b:1", "https://x:1", "a..b:7700", "a" * 70,
+])  # fmt: skip
 def test_bad_addresses(text):
     with pytest.raises(UsageError):
         parse_api(text)

@@ -16,6 +16,12 @@ from p2pdrl.transport.protocol import DEFAULT_PORT, Address, check_route
         (" node.lan:0 ", Address("node.lan", 0)),
         ("[::1]:65535", Address("::1", 65535)),
         ("[fe80::1%eth0]", Address("fe80::1%eth0", DEFAULT_PORT)),
+        ("[fe80::1%eth0.100]:1", Address("fe80::1%eth0.100", 1)),
+        ("[::ffff:10.0.0.1]:1", Address("::ffff:10.0.0.1", 1)),
+        ("node.lan.:1", Address("node.lan.", 1)),
+        ("gpu_node-1.my_lab:1", Address("gpu_node-1.my_lab", 1)),
+        (f"{'a' * 63}.b:1", Address("a" * 63 + ".b", 1)),
+        (f"{'a.' * 126}a:1", Address("a." * 126 + "a", 1)),
     ],
 )
 def test_addresses_are_read_and_written(text: str, address: Address) -> None:
@@ -40,6 +46,16 @@ def test_addresses_are_read_and_written(text: str, address: Address) -> None:
         "http://a",
         "a/b:1",
         "a:1:2",
+        "a..b:1",
+        ".a:1",
+        ".:1",
+        "a..:1",
+        f"{'a' * 64}:1",
+        f"b.{'a' * 70}.c:1",
+        f"[{'a' * 70}]:1",
+        "[::1..]:1",
+        f"{'a.' * 127}a:1",
+        "a\n:1",
     ],
 )
 def test_what_is_not_an_address(text: str) -> None:
