@@ -74,8 +74,11 @@ def machine_checks(data_dir: str | None, listen: str) -> list[Check]:
 
 def membership_checks(folder: Path, wall_s: float) -> tuple[list[Check], ssl.SSLContext | None]:
     """Check what a node that was invited holds, if this folder is one's, and how it shows that to peers."""
-    if not (folder / "membership.json").exists():
-        return [], None
+    try:
+        if not (folder / "membership.json").exists():
+            return [], None
+    except OSError:
+        return [], None  # as the check of the data folder says
     from p2pdrl.membership.identity import Identity
     from p2pdrl.node.bootstrap.invited import read_membership
 
@@ -208,8 +211,8 @@ def _root() -> Path:
 
 def _data_folder(data_dir: str | None) -> Check:
     folder = _root() if data_dir is None else Path(data_dir).expanduser()
-    there = next(path for path in [folder, *folder.absolute().parents] if path.exists())
     try:
+        there = next(path for path in [folder, *folder.absolute().parents] if path.exists())
         with tempfile.NamedTemporaryFile(dir=there) as file:
             file.write(b"p2pdrl")
             file.flush()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
 import socket
 import time
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +59,23 @@ def test_a_data_folder_that_cant_be_written_fails(tmp_path):
     assert machine("data folder", str(tmp_path / "file" / "x")).result == "fail"
     assert machine("data folder", str(tmp_path / "new" / "x")).result == "ok"
     assert not (tmp_path / "new").exists()
+
+
+def test_a_data_folder_that_cant_be_read_fails(p2pdrl, tmp_path, monkeypatch):
+    """Modes don't hold for root, so the system's answer is given by the test."""
+    real = Path.exists
+
+    def exists(path, **options):
+        if tmp_path in path.parents:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, **options)
+
+    monkeypatch.setattr(Path, "exists", exists)
+    assert doctor.membership_checks(tmp_path, 0.0) == ([], None)
+    result = p2pdrl("doctor", "--json", "--data-dir", str(tmp_path / "x"))
+    assert result.exit_code == 4
+    (check,) = [one for one in json.loads(result.stdout)["checks"] if one["name"] == "data folder"]
+    assert (check["result"], check["found"]) == ("fail", f"{tmp_path / 'x'}: Permission denied")
 
 
 def test_missing_torch_fails(monkeypatch):
