@@ -15,7 +15,7 @@ from pathlib import Path
 
 from p2pdrl.errors import StorageError
 
-__all__ = ["fsync_folder", "remove_leftovers", "storage_error", "write_atomic", "write_beside"]
+__all__ = ["fsync_folder", "remove_leftovers", "storage_error", "write_atomic", "write_beside", "write_new"]
 
 _TMP_SUFFIX = ".tmp"
 _ADVICE = {
@@ -69,6 +69,29 @@ def write_atomic(path: Path, content: bytes, mode: int = 0o600) -> None:
         temporary.unlink(missing_ok=True)
         raise
     fsync_folder(path.parent)
+
+
+def write_new(path: Path, content: bytes, mode: int, doing: str) -> None:
+    """Write a file that isn't there yet, flushed to disk.
+
+    Args:
+        doing: for the message, as "write the key to".
+
+    Raises:
+        OSError: it can't be made; FileExistsError where it is there.
+        StorageError: it can't be written, and isn't there.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException as error:
+        path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise storage_error(doing, path, error) from error
+        raise
 
 
 def fsync_folder(folder: Path) -> None:

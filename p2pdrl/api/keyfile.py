@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from p2pdrl.atomic import write_atomic
+from p2pdrl.atomic import write_atomic, write_new
 from p2pdrl.errors import UsageError
 from p2pdrl.ids import swarm_id_from_key
 from p2pdrl.membership.operators import MAX_OPERATORS, Operator, find_operators, operator_name
@@ -59,7 +59,8 @@ def write_swarm_key(path: Path, operators: Sequence[Operator] = ()) -> None:
         operators: who may command the swarm; without any, everybody who holds the key.
 
     Raises:
-        UsageError: the file exists already, or can't be written.
+        UsageError: the file exists already, or can't be made.
+        StorageError: it can't be written, and isn't there.
     """
     _write_new(
         path, " ".join([base64.b64encode(secrets.token_bytes(KEY_BYTES)).decode(), *_facts(operators)])
@@ -83,7 +84,8 @@ def write_operator_key(path: Path, name: str) -> OperatorKey:
     """Make an operator's key and write it to ``path`` with mode 0600.
 
     Raises:
-        UsageError: the file exists already, or can't be written; the name can't be one.
+        UsageError: the file exists already, or can't be made; the name can't be one.
+        StorageError: it can't be written, and isn't there.
     """
     if operator_name(name) is None:
         raise UsageError(
@@ -124,7 +126,7 @@ def _facts(operators: Sequence[Operator]) -> list[str]:
 
 def _write_new(path: Path, line: str) -> None:
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        write_new(path, f"{line}\n".encode(), 0o600, "write the key to")
     except FileExistsError:
         raise UsageError(
             f"{path} exists already, and a key is never overwritten: name another file"
@@ -133,10 +135,6 @@ def _write_new(path: Path, line: str) -> None:
         raise UsageError(
             f"can't write the key to {path}: {error.strerror}; name a file in a folder of yours"
         ) from None
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(f"{line}\n".encode())
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def rotate_swarm_key(

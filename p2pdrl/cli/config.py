@@ -69,6 +69,7 @@ def validate(file: str, as_json: bool) -> None:
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path), required=False)
 def init(file: Path | None) -> None:
     """Write a file of all keys with their meanings and defaults, to FILE or to standard output."""
+    from p2pdrl.atomic import write_new
     from p2pdrl.config.describe import render_toml
 
     text = render_toml()
@@ -76,8 +77,7 @@ def init(file: Path | None) -> None:
         click.echo(text, nl=False)
         return
     try:
-        with file.open("x", encoding="utf-8") as out:
-            out.write(text)
+        write_new(file, text.encode(), 0o666, "write")
     except FileExistsError:
         raise UsageError(f"{file} exists already: name another file, or remove it first") from None
     except OSError as error:

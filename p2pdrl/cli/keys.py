@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from p2pdrl.cli.options import done, json_option
-from p2pdrl.errors import UsageError
+from p2pdrl.errors import P2PDRLError
 
 if TYPE_CHECKING:
     from p2pdrl.api.keyfile import SwarmKeys
@@ -64,7 +64,7 @@ def keygen(file: Path, name: str | None, no_operator: bool, operator_only: bool,
         operator = write_operator_key(private, name).public
         try:
             write_swarm_key(file, [operator])
-        except UsageError:
+        except P2PDRLError:
             private.unlink()
             raise
         click.echo(f"{private} is the key of {operator.words}, who commands the swarm: keep it", err=True)

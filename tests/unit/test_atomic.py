@@ -6,7 +6,15 @@ import stat
 import pytest
 
 from p2pdrl import atomic
-from p2pdrl.atomic import fsync_folder, remove_leftovers, storage_error, write_atomic, write_beside
+from p2pdrl.atomic import (
+    fsync_folder,
+    remove_leftovers,
+    storage_error,
+    write_atomic,
+    write_beside,
+    write_new,
+)
+from p2pdrl.errors import StorageError
 
 
 def test_a_file_is_replaced_whole_and_private(tmp_path):
@@ -30,6 +38,29 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
         write_beside(path, broken())
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_new_file_is_written_over_no_other(tmp_path):
+    path = tmp_path / "f"
+    write_new(path, b"new", 0o600, "write")
+    assert (path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) == (b"new", 0o600)
+    with pytest.raises(FileExistsError):
+        write_new(path, b"newer", 0o600, "write")
+    assert path.read_bytes() == b"new"
+
+
+@pytest.mark.parametrize(
+    ("broken", "raised"),
+    [(OSError(errno.ENOSPC, "no"), StorageError), (KeyboardInterrupt(), KeyboardInterrupt)],
+)
+def test_of_a_new_file_that_cannot_be_written_nothing_is_left(tmp_path, monkeypatch, broken, raised):
+    def fail(_descriptor):
+        raise broken
+
+    monkeypatch.setattr(atomic.os, "fsync", fail)
+    with pytest.raises(raised):
+        write_new(tmp_path / "f", b"new", 0o600, "write")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_leftovers_are_removed_and_other_files_stay(tmp_path):

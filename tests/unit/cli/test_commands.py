@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 
 import pytest
@@ -217,6 +219,29 @@ def test_keygen(p2pdrl, tmp_path):
     again = p2pdrl("keygen", str(path))
     assert again.exit_code == 2
     assert "never overwritten" in again.stderr
+
+
+@pytest.mark.parametrize(("written", "file"), [(0, "k.operator"), (1, "k")])
+def test_keys_on_a_full_disk_leave_nothing_behind(p2pdrl, tmp_path, monkeypatch, written, file):
+    """Neither of the first file nor, where that could be written, of the second one."""
+    fsync, calls = os.fsync, []
+
+    def full(descriptor):
+        calls.append(descriptor)
+        if len(calls) > written:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    path = tmp_path / "k"
+    monkeypatch.setattr(os, "fsync", full)
+    result = p2pdrl("keygen", str(path))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == (
+        f"p2pdrl: can't write the key to {tmp_path / file}: the disk is full: free some space\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert p2pdrl("keygen", str(path)).exit_code == 0
 
 
 def test_a_swarm_key_opens_a_keyed_node(p2pdrl, served, tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import tomllib
 import types
@@ -48,6 +50,18 @@ def test_init_writes_a_valid_file_once(p2pdrl, tmp_path):
     assert p2pdrl("config", "init", str(path)).exit_code == 2
     assert p2pdrl("config", "init", str(tmp_path / "no" / "x.toml")).exit_code == 2
     assert tomllib.loads(p2pdrl("config", "init").stdout) is not None
+
+
+def test_init_on_a_full_disk_leaves_nothing_behind(p2pdrl, tmp_path, monkeypatch):
+    def full(_descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "mine.toml"
+    monkeypatch.setattr(os, "fsync", full)
+    result = p2pdrl("config", "init", str(path))
+    assert result.exit_code == 1
+    assert result.stderr == f"p2pdrl: can't write {path}: the disk is full: free some space\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_preset_is_shown_with_its_story_and_all_of_its_task(p2pdrl):
