@@ -16,8 +16,9 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, TextIO, cast
 
 import click
 
@@ -148,6 +149,11 @@ def run_command(command: click.Command, name: str, args: Sequence[str] | None = 
 
     An error is printed as one line that begins with ``name``.
     """
+    with _standard_streams():
+        return _run(command, name, args)
+
+
+def _run(command: click.Command, name: str, args: Sequence[str] | None) -> int:
     try:
         code = command.main(args=args, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
@@ -163,11 +169,76 @@ def run_command(command: click.Command, name: str, args: Sequence[str] | None = 
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return 130
+    except _OutputError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        _drop_output()
+        return error.exit_code
     except P2PDRLError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        # The reader of our output (head, less) went away; keep the interpreter's own flush from failing.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # its reader (head, less) went away
         return 1
     return code if isinstance(code, int) else 0
+
+
+class _OutputError(P2PDRLError):
+    """Standard output can't be written to."""
+
+
+class _Output:
+    """Standard output whose errors can be told from those of other files."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write to it.
+
+        Raises:
+            BrokenPipeError: nobody reads it any more.
+            _OutputError: it can't be written to.
+        """
+        with _told():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        """Flush it; raises what `write` does."""
+        with _told():
+            self._stream.flush()
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise _OutputError(f"can't write to standard output: {why}") from error
+
+
+@contextmanager
+def _standard_streams() -> Iterator[None]:
+    """Both there, also where they are closed; and standard output as an `_Output`."""
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
+    stream = sys.stdout
+    ours = cast("TextIO", _Output(stream))
+    sys.stdout = ours
+    try:
+        yield
+    finally:
+        if sys.stdout is ours:  # the parser puts another one in its place where nobody reads it any more
+            sys.stdout = stream
+
+
+def _drop_output() -> None:
+    """Keep the interpreter's own flush from failing once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
 
-from p2pdrl.cli.main import COMMANDS, LazyGroup, cli
+from p2pdrl.cli.main import COMMANDS, LazyGroup, cli, run_command
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -80,3 +82,39 @@ def test_output_into_a_closed_pipe_is_no_traceback():
         check=False, timeout=60,
     )  # fmt: skip
     assert "Traceback" not in done.stderr
+
+
+def shell(line):
+    return subprocess.run(
+        f"{sys.executable} -m p2pdrl {line}",
+        shell=True,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("line", ["config init", "presets --json", "presets", "presets --help"])
+def test_output_that_cant_be_written_is_told_in_one_line(line):
+    done = shell(f"{line} > /dev/full")
+    assert done.returncode == 1
+    assert done.stderr == "p2pdrl: can't write to standard output: no space left on device\n"
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&- >&-"])
+def test_a_closed_output_takes_all(closed):
+    done = shell(f"presets {closed}")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_errors_of_other_files_are_not_taken_for_those_of_the_output():
+    @click.command()
+    def broken():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = sys.stdout
+    with pytest.raises(OSError, match="No space left"):
+        run_command(broken, "broken", [])
+    assert sys.stdout is before
