@@ -23,7 +23,7 @@ try:
 
     from p2pdrl.cli.formats import age, as_number, clean
     from p2pdrl.cli.main import run_command
-    from p2pdrl.cli.options import Target, split_addresses
+    from p2pdrl.cli.options import FiniteRange, Target, split_addresses
     from p2pdrl.cli.tables import ADDRESSES, console, members_table
     from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, UnhealthyError
 except ModuleNotFoundError as error:
@@ -109,14 +109,14 @@ def check(
     "--swarm-key-file", envvar="P2PDRL_SWARM_KEY_FILE", metavar="FILE", help="The swarm's key, if it has one."
 )
 @click.option("--data-dir", metavar="FOLDER", help="Of a node on this machine, whose token is there.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0.1), default=5.0, show_default=True)
+@click.option("--timeout", "timeout_s", type=FiniteRange(min=0.1), default=5.0, show_default=True)
 @click.option(
     "--json", "as_json", is_flag=True, help="Print JSON: one document, or one per line with --watch."
 )
 @click.option(
     "--watch",
     "interval_s",
-    type=float,
+    type=FiniteRange(min=0.1),
     is_flag=False,
     flag_value=5.0,
     metavar="[SECONDS]",

@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 import click
 
 from p2pdrl.cli.formats import clean
-from p2pdrl.cli.options import Target, api_options, command_options, done, json_option
+from p2pdrl.cli.options import FiniteRange, Target, api_options, command_options, done, json_option
 from p2pdrl.errors import P2PDRLError
 from p2pdrl.library.commands import command_swarm
 
@@ -155,7 +155,7 @@ def checkpoint(target: Target, as_json: bool) -> None:
 @click.command()
 @command_options
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0), default=30.0, show_default=True,
+    "--timeout", "timeout_s", type=FiniteRange(min=0), default=30.0, show_default=True,
     metavar="SECONDS", help="Wait at most this long for the node to be gone; 0 doesn't wait.",
 )  # fmt: skip
 @json_option

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from p2pdrl.cli.options import done, json_option
+from p2pdrl.cli.options import FiniteRange, done, json_option
 from p2pdrl.errors import P2PDRLError
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def key() -> None:
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.option(
     "--overlap",
-    type=click.FloatRange(min=0.02, max=720),
+    type=FiniteRange(min=0.02, max=720),
     default=1.0,
     show_default=True,
     metavar="HOURS",

@@ -20,7 +20,15 @@ from p2pdrl.cli.formats import (
     percent,
     scientific,
 )
-from p2pdrl.cli.options import Target, api_options, command_options, done, json_option, wide_option
+from p2pdrl.cli.options import (
+    FiniteRange,
+    Target,
+    api_options,
+    command_options,
+    done,
+    json_option,
+    wide_option,
+)
 from p2pdrl.cli.status import show_again, watchable
 from p2pdrl.config.schedules import MAX_STAGES
 from p2pdrl.library.commands import command_swarm
@@ -85,7 +93,7 @@ class _SetCommand(click.Command):
 @click.option(
     "--wait",
     "wait_s",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=10.0,
     show_default=True,
     metavar="SECONDS",

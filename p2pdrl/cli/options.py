@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from p2pdrl.errors import UsageError
 from p2pdrl.library.commands import Target
 
 __all__ = [
+    "FiniteRange",
     "Span",
     "Target",
     "api_options",
@@ -142,6 +144,17 @@ def refuse_before_subcommand(context: click.Context) -> bool:
     if any(context.get_parameter_source(name) == given for name in context.params):
         raise UsageError(f"write the options behind `{context.invoked_subcommand}`")
     return True
+
+
+class FiniteRange(click.FloatRange):
+    """A number in a range, such as of seconds; ``nan`` and ``inf``, which no bound keeps out, are none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number", param, ctx)
+        return number
 
 
 class Span(click.ParamType[float]):

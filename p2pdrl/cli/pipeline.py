@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from p2pdrl.cli.formats import age, clean, grouped
-from p2pdrl.cli.options import Target, api_options, config_options, done, json_option
+from p2pdrl.cli.options import FiniteRange, Target, api_options, config_options, done, json_option
 from p2pdrl.config.schedules import MAX_CHUNKS, MAX_STAGES
 from p2pdrl.errors import ConfigError, P2PDRLError, UsageError
 
@@ -220,7 +220,7 @@ def timeline_parts(schedule: str, timeline: Timeline) -> list[RenderableType]:
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0, max=60, min_open=True),
+    type=FiniteRange(min=0, max=60, min_open=True),
     default=2.0,
     show_default=True,
     metavar="SECONDS",

@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 import click
 
 from p2pdrl.cli.formats import clean
-from p2pdrl.cli.options import Target, api_options, command_options, done, json_option
+from p2pdrl.cli.options import FiniteRange, Target, api_options, command_options, done, json_option
 from p2pdrl.config.node import Role
 from p2pdrl.errors import UsageError, did_you_mean
 
@@ -46,7 +46,7 @@ def show_roles(target: Target, as_json: bool) -> None:
 @click.argument("names", metavar="ROLE[,ROLE…]")
 @command_options
 @click.option(
-    "--wait", "wait_s", type=click.FloatRange(min=0), default=60.0, show_default=True, metavar="SECONDS",
+    "--wait", "wait_s", type=FiniteRange(min=0), default=60.0, show_default=True, metavar="SECONDS",
     help="Wait at most this long until it works in them; then exit with 1. 0 doesn't wait.",
 )  # fmt: skip
 @json_option

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from p2pdrl.cli import formats
-from p2pdrl.cli.options import Target, api_options, done, json_option, wide_option
+from p2pdrl.cli.options import FiniteRange, Target, api_options, done, json_option, wide_option
 from p2pdrl.errors import DaemonUnreachableError, P2PDRLError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ T = TypeVar("T")
 def watchable(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add ``--watch`` and ``--interval`` to a command."""
     command = click.option(
-        "--interval", "interval_s", type=click.FloatRange(min=0.1), default=2.0, show_default=True,
+        "--interval", "interval_s", type=FiniteRange(min=0.1), default=2.0, show_default=True,
         metavar="SECONDS", help="With --watch.",
     )(command)  # fmt: skip
     return click.option("--watch", is_flag=True, help="Show it again and again until Ctrl-C.")(command)
@@ -61,7 +61,7 @@ def page(target: Target, opens: bool, as_json: bool) -> None:
 @click.command()
 @api_options
 @click.option(
-    "--interval", "interval_s", type=click.FloatRange(min=0.1), default=1.0, show_default=True,
+    "--interval", "interval_s", type=FiniteRange(min=0.1), default=1.0, show_default=True,
     metavar="SECONDS", help="Pause between pictures.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print what it shows as JSON, once, and end.")

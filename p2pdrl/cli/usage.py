@@ -99,7 +99,7 @@ def _bad(error: click.BadParameter) -> str:
     param = error.param
     if param is None:
         return error.message
-    if not type(param.type).__module__.startswith("click."):
+    if not isinstance(param.type, click.FloatRange) and not type(param.type).__module__.startswith("click."):
         return f"{_name(param)}: {error.message}"
     found = re.match(r"(?:\w+ )?('.*'|\S+) (?:is|does) not|(?:\w+ )('.*') is a", error.message, re.DOTALL)
     given = (found[1] or found[2]) if found else ""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from p2pdrl.cli.formats import clean
-from p2pdrl.cli.options import Target, api_options, json_option
+from p2pdrl.cli.options import FiniteRange, Target, api_options, json_option
 from p2pdrl.errors import DaemonUnreachableError, UnhealthyError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _PAUSE_S = 0.5
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=60.0,
     show_default=True,
     metavar="SECONDS",

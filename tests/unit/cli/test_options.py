@@ -71,6 +71,28 @@ def test_every_option_has_a_meaning_and_a_word_for_its_value(words):
             assert one.is_flag or one.count or one.metavar or isinstance(one.type, click.Choice), one.opts
 
 
+RANGED = {
+    f"{words} {name}": one.type
+    for words, command in FOUND.items()
+    for name, one in options(command).items()
+    if isinstance(one.type, click.FloatRange)
+}
+
+
+@pytest.mark.parametrize("words", RANGED)
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf"])
+def test_numbers_in_a_range_are_finite(words, text):
+    with pytest.raises(click.BadParameter):
+        RANGED[words].convert(text, None, None)
+
+
+def test_there_are_numbers_in_a_range():
+    assert RANGED.keys() >= {
+        "wait --timeout", "status --interval", "top --interval", "leave --timeout", "mode set --wait",
+        "roles set --wait", "pipeline trace --seconds", "key rotate --overlap",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("words", GROUPS)
 def test_options_of_a_group_are_refused_before_its_subcommands(p2pdrl, words):
     """They would have no effect there."""

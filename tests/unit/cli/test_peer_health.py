@@ -63,3 +63,11 @@ def test_nobody_is_3(free_address):
     assert done.stdout == ""
     assert script("--peers", "a:b").returncode == 2
     assert script("--peers", "").returncode == 2
+
+
+@pytest.mark.parametrize("option", ["--watch", "--timeout"])
+@pytest.mark.parametrize("text", ["nan", "inf", "0"])
+def test_what_is_no_time_is_2(free_address, option, text):
+    done = script("--peers", free_address, option, text)
+    assert done.returncode == 2
+    assert f"{option} takes a number of at least 0.1" in done.stderr
