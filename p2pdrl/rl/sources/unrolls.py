@@ -223,8 +223,7 @@ class InlineSource(Source[BatchT]):
         T, B = self._collector.unroll_steps, self._collector.num_envs
         if not self._collector.collects_some:
             return max(1, round(T * part) // SHORT_STEPS)
-        fewest = self._fewest(part)
-        return max(1, B // fewest, round(T * B * part) // (CUT_STEPS * fewest))
+        return max(1, round(T * B * part) // (CUT_STEPS * self._fewest(part)))
 
     def _fewest(self, part: float) -> int:
         """Return the fewest environments to act in with such a part of an update."""

@@ -94,7 +94,9 @@ def shared_among(env_id, learners, power, *, reset=False, **speeds):
         (3, 0.5, 21, 22, 5, math.sqrt(4096 / (21 * 22 * 3)) * 1e-3),
         (4, 0.5, 16, 16, 4, 2e-3),
         (8, 0.5, 16, 8, 4, math.sqrt(8) * 1e-3),
-        (100, 0.5, 8, 8, 4, 4e-3),
+        (16, 0.5, 16, 8, 8, 4e-3),
+        (32, 0.5, 16, 8, 16, math.sqrt(32) * 1e-3),
+        (100, 0.5, 8, 8, 16, 8e-3),
         (8, 0.0, 32, 16, 16, 1e-3),
         (64, 0.0, 8, 8, 16, 1e-3),
     ],
@@ -107,6 +109,19 @@ def test_a_share_of_few_steps_is_of_fewer_environments(
     assert stats.metrics.get("batch_share", 1.0) == steps * environments / (128 * 32)
     assert stats.metrics["gradient_steps"] == minibatches
     assert stats.metrics["learning_rate"] == pytest.approx(rate)
+
+
+def test_a_share_that_cant_be_shorter_keeps_its_minibatches():
+    task = TaskConfig(
+        env=EnvConfig(id="Acrobot-v1", num_envs=64),
+        network=NetworkConfig(hidden=(8,)),
+        algorithm=PPOConfig(unroll_steps=16, epochs=1, minibatches=16),
+    )
+    learner = build_trainer(task, SEED, "cpu")
+    learner.share(0, 4, 0.5)
+    stats = learner.step()
+    assert stats.env_steps == 16 * 64 / 4
+    assert stats.metrics["gradient_steps"] == 16, "for each step of the swarm as many as one learner makes"
 
 
 @pytest.mark.parametrize(("learners", "power", "minibatches"), [(2, 0.5, 16), (4, 0.5, 16), (4, 0.0, 32)])
