@@ -28,7 +28,7 @@ from p2pdrl.clock import SystemClock
 from p2pdrl.config.checks import role_problems
 from p2pdrl.config.environments import require_runnable
 from p2pdrl.config.loader import Resolved
-from p2pdrl.config.node import TRAINS, Role, tags_of
+from p2pdrl.config.node import TRAINS, Role, roles_in, tags_of
 from p2pdrl.config.root import Config
 from p2pdrl.config.task import HASHED, TaskConfig
 from p2pdrl.errors import ConfigError, JoinRefusedError, P2PDRLError, UsageError
@@ -494,7 +494,7 @@ class Node:
         try:
             training = await self._rebuilt(old)
             if training is None:
-                await self._linger()
+                await self._linger_beside(old)
                 return None
             state = None if checkpoint is None else as_state(checkpoint, training.spec)
             if training.learns and not old.learns:
@@ -502,7 +502,7 @@ class Node:
             context.training = self._admission.training = training
             await training.begin(state, old.lineage)
         finally:
-            if self._latest is not old:
+            if context.training is not old:
                 old.close()
         context.checkpointer = self._make_checkpointer(store, training, checkpoint)
         self._make_others(training, checkpoint)
@@ -512,20 +512,26 @@ class Node:
         self._tell_training(training)
         return training
 
+    async def _linger_beside(self, training: Training) -> None:
+        """Linger while the policy of a training that has ended is still served."""
+        inference = self._context.inference = self._make_inference(training)
+        serving = asyncio.create_task(self._watch(inference.run()), name="inference")
+        try:
+            await self._linger()
+        finally:
+            serving.cancel()
+            await asyncio.wait({serving})
+
     async def _rebuilt(self, old: Training) -> Training | None:
         """Build a training in the roles that are wanted; in others if these are wanted before it is there.
 
         Of a node that only acts it isn't until a learner takes what it makes. None where the swarm is done
         before.
         """
-        context = self._context
-        while True:
+        context, before = self._context, self._config.node.roles
+        while not self._follower.halted.is_set():
             self._roles_wanted.clear()
-            roles = self._wanted_roles
-            self._events.emit("roles", f"its roles are {', '.join(roles)} from now on", roles=list(roles))
-            node = msgspec.structs.replace(self._config.node, roles=roles)
-            self._config = context.config = msgspec.structs.replace(self._config, node=node)
-            context.membership.retag(tags_of(roles, promote=node.promote))
+            self._have_roles(self._wanted_roles)
             training = self._latest = context.building = self._make_training(old.task, old.done())
             building = asyncio.create_task(training.build(), name="build")
             wanted = asyncio.create_task(self._roles_wanted.wait(), name="roles")
@@ -542,14 +548,25 @@ class Node:
                 return training
             await training.stop()
             training.close()
-            if not halted.cancelled():
-                self._latest = context.building = old
-                return None
+        self._have_roles(before)
+        self._latest = context.building = old
+        context.state = "stopping"
+        return None
+
+    def _have_roles(self, roles: tuple[Role, ...]) -> None:
+        """Have all know this node's roles."""
+        context = self._context
+        named = ", ".join(roles_in(tags_of(roles)))
+        self._events.emit("roles", f"its roles are {named} from now on", roles=list(roles))
+        node = msgspec.structs.replace(self._config.node, roles=roles)
+        self._config = context.config = msgspec.structs.replace(self._config, node=node)
+        context.membership.retag(tags_of(roles, promote=node.promote))
 
     async def _end_training(self) -> None:
-        if self._latest is not None:
-            await self._latest.stop()
-            self._latest.close()
+        for training in {self._latest, self._context.training}:
+            if training is not None:
+                await training.stop()
+                training.close()
 
     def _make_others(self, training: Training, checkpoint: Checkpoint | None) -> None:
         """Make what judges and serves a training's policy; the checkpoint's learning curve is taken in."""

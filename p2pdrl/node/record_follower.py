@@ -240,8 +240,12 @@ class RecordFollower:
         self._context.events.emit("paused" if paused else "resumed", f"{text}, by {by}" if by else text)
 
     def on_gossip_round(self, training: Training) -> None:
-        """Act on the newest reports: catch up, adopt a greater lineage, judge the stop condition."""
+        """Act on the newest reports: catch up, adopt a greater lineage, judge the stop condition.
+
+        By the records as they are now: while a node waits for a learner nothing else follows them.
+        """
         context = self._context
+        self._follow_settings(training)
         training.share_moments()
         if serves(training):
             training.supervisor.returns.clear()  # should it train again: these are of an older policy

@@ -164,12 +164,9 @@ class ApiView:
             raise ApiRefusal(
                 400, f"this node can't read such a record {decoded.key!r}: is it of another p2pdrl?"
             )
-        if isinstance(value, settings.ModeSetting):
-            _need(self._follower).check_mode(value.strategy)
-        if isinstance(value, settings.StopSetting):
-            _need(self._follower).check_open("its stop condition counts")
-        if isinstance(value, settings.PauseSetting):
-            _need(self._follower).check_open("a pause counts")
+        held = membership.records.get(decoded.key)
+        if held is None or held.value != decoded.value:  # else an operator signs for another, as it is
+            self._check_setting(value)
         try:
             membership.submit(decoded)
         except BadRecordError as error:
@@ -177,6 +174,19 @@ class ApiView:
         if membership.records.get(decoded.key) != decoded:
             raise ApiRefusal(409, f"a newer record {decoded.key!r} is there by now; try again")
         return _named(decoded)
+
+    def _check_setting(self, value: msgspec.Struct) -> None:
+        """See whether the swarm could take what is new.
+
+        Raises:
+            ConfigError: it can't.
+        """
+        if isinstance(value, settings.ModeSetting):
+            _need(self._follower).check_mode(value.strategy)
+        if isinstance(value, settings.StopSetting):
+            _need(self._follower).check_open("its stop condition counts")
+        if isinstance(value, settings.PauseSetting):
+            _need(self._follower).check_open("a pause counts")
 
     async def set_stop(self, sets: Sequence[str]) -> dict[str, object]:
         """Give the swarm another stop condition."""

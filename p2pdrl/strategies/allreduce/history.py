@@ -64,6 +64,10 @@ class RoundHistory:
         """Add round ``number``, which ended in view ``key``."""
         self.number, self.before, self.digest = number, self.digest, _digest(self.digest, key, number)
 
+    def ended_in(self, key: ViewKey, number: int) -> bool:
+        """Whether the last round is round ``number``, as it ended in view ``key``."""
+        return self.digest == _digest(self.before, key, number)
+
     def found(self, key: ViewKey) -> None:
         """Begin a history with our own state, in view ``key``."""
         self.number, self.before, self.digest = 0, b"", _digest(b"", key, 0)

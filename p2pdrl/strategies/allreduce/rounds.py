@@ -25,6 +25,7 @@ from p2pdrl.config.strategy import GradAverageConfig, Grouped, Mode, ParamAverag
 from p2pdrl.errors import PoisonedVectorError
 from p2pdrl.group.service import ROUTE as GROUP_ROUTE
 from p2pdrl.group.service import ActiveView, Group
+from p2pdrl.group.view import ViewKey
 from p2pdrl.strategies.allreduce.averager import (
     NOTHING,
     ROUTE,
@@ -86,8 +87,8 @@ class GroupRounds(Strategy):
         self._said = AveragingNote()
         self._distance: float | None = None
         self._poisoned = 0
-        self._given_in: int | None = None
-        """The last round that we had a part in."""
+        self._given_in: tuple[ViewKey, int] | None = None
+        """View and number of the last round that we gave a part to, if we gave one to the last."""
         self._outcomes = OutcomeMetrics(context.swarm)
         self._runner = TaskRunner()
 
@@ -215,7 +216,7 @@ class GroupRounds(Strategy):
         average = await self._catching_up.result(plan, averager, result)
         self._catching_up.in_step = average is not None
         if average is not None:  # from here on it is in our history
-            if self._given_in == plan.number - 1:
+            if self._given_in is not None and self._history.ended_in(*self._given_in):
                 self._memory.writer.counted()
             await through(self._take(request, average, plan.number - 1, self._clock.monotonic()))
 
@@ -231,7 +232,7 @@ class GroupRounds(Strategy):
                 self._requests.answer(request, "set")
             return False
         part = NOTHING if request is None else await self._part(request, averager, number)
-        self._given_in = None if part.vector is None else number
+        self._given_in = None if part.vector is None else (averager.view.key, number)
         began_s = self._clock.monotonic()
         try:
             average = await averager.average(number, part)

@@ -214,6 +214,18 @@ async def test_an_old_pause_record_doesnt_undo_what_was_asked_of_this_node(follo
     assert training.paused
 
 
+async def test_records_are_followed_while_nothing_else_does(follower, membership, training):
+    """A node that waits for a learner is halted by a condition that came meanwhile."""
+    membership.propose(settings.STOP, stop_setting(env_steps=100))
+    membership.propose(settings.PAUSE, settings.PauseSetting(True))
+    follower.on_gossip_round(training)
+    assert training.paused
+    assert training.stop_config.env_steps == 100
+    membership.propose(settings.HALT, HaltSetting("env_steps", "done", 1, membership.identity.node_id))
+    follower.on_gossip_round(training)
+    assert follower.halted.is_set()
+
+
 async def test_nothing_sets_a_halted_node_going_again(follower, membership, training):
     follower.pause(paused=False)
     membership.propose(settings.STOP, stop_setting(env_steps=100))

@@ -12,7 +12,7 @@ from p2pdrl.membership.operators import BansSetting, Operator
 from p2pdrl.node.settings import PauseSetting, StopSetting
 from p2pdrl.node.status.view import ApiView
 
-ALICE = Identity(b"a" * 32)
+ALICE, BOB = Identity(b"a" * 32), Identity(b"b" * 32)
 
 
 def view_of(context, events):
@@ -51,15 +51,19 @@ async def test_a_swarm_that_is_done_takes_no_command_that_would_do_nothing(conte
     await view.pause(paused=True, swarm=False)
     await view.pause(paused=False, swarm=False)
     assert context.state == "training"
+    records = context.membership.records
+    records.use_roots(tuple(Operator(one.public_key, name) for one, name in ((ALICE, "alice"), (BOB, "bob"))))
+    stop = StopSetting(StopConfig(env_steps=100), 0.0)
+    await view.submit(msgspec.msgpack.encode(records.compose("stop", stop, BOB, 4.0)))
     follower.halt("mean return 475 is reached")
     for swarm in (False, True):
         with pytest.raises(ConfigError, match="the swarm is done; a pause counts for nothing any more"):
             await view.pause(paused=False, swarm=swarm)
     with pytest.raises(ConfigError, match="the swarm is done; its stop condition counts for nothing"):
         await view.set_stop(["env_steps=1000000"])
-    records = context.membership.records
-    records.use_roots((Operator(ALICE.public_key, "alice"),))
     for key, value in (("pause", PauseSetting(False)), ("stop", StopSetting(StopConfig(), 0.0))):
         signed = msgspec.msgpack.encode(records.compose(key, value, ALICE, 5.0))
         with pytest.raises(ConfigError, match="the swarm is done"):
             await view.submit(signed)
+    await view.submit(msgspec.msgpack.encode(records.compose("stop", stop, ALICE, 6.0)))
+    assert records.get("stop").proposer == ALICE.node_id, "an operator signs what another wrote"

@@ -33,6 +33,16 @@ def test_equal_histories_have_equal_marks_and_others_dont():
     assert after((1, 2)).digest != after((2, 1)).digest
 
 
+def test_a_round_that_was_done_again_in_another_view_is_another_one():
+    """Who gave a part to the first, and not to the second, has none in the result."""
+    history = after((1, 2))
+    assert history.ended_in(KEY, 2)
+    assert not history.ended_in(KEY, 1)
+    again = after((2,), LATER, after((1,)))
+    assert again.ended_in(LATER, 2)
+    assert not again.ended_in(KEY, 2)
+
+
 def test_a_note_is_short_and_survives_rubbish():
     note = AveragingNote(2**52, b"x" * 12, b"y" * 12, "l" * 64, 2**52, 2**52)
     assert len(note.encode()) <= MAX_NOTE_BYTES
