@@ -409,7 +409,7 @@ def table(rows: Sequence[Mapping[str, str]]) -> list[str]:
         for name, by_nodes in settings.items():
             for nodes, found in sorted(by_nodes.items()):
                 solved = [row for row in found if row["solved"] == "1"]
-                unsolved = [float(row["best"]) for row in found if row["solved"] != "1"]
+                unsolved = [float(row["best"]) for row in found if row["solved"] != "1" and row["best"]]
                 middle_s, samples = middle(found, "seconds"), middle(found, "samples")
                 cells = (
                     name,

@@ -322,6 +322,7 @@ def test_the_table_compares_with_the_quickest_single_node(script):
         *(row("constant", 2, seed, 46, 46_000) for seed in (1, 2)),
         row("constant", 2, 3, 300, 300_000, solved=False, best=310.0),
         row("constant", 4, 1, 300, 300_000, solved=False, best=200.0),
+        row("constant", 4, 2, "", "", solved=False, best=""),  # was stopped, and nothing else is known
     ]
     rows += [row("real", 1, 1, 5, 50_000) | {"pace_ms": "0.0"}]  # nobody's baseline but its own
     lines = script.table(rows)
@@ -330,7 +331,7 @@ def test_the_table_compares_with_the_quickest_single_node(script):
         "| constant | 2 | 2 of 3 | 46 | 2.00 (0.00 to 2.02) | 46,000 | 1.02 | 10 | 1.5 | 2% |  |  | 310 |"
     )  # fmt: skip
     four = next(line for line in lines if line.startswith("| constant | 4 |"))
-    assert four == "| constant | 4 | 0 of 1 |  |  |  |  |  |  |  |  |  | 200 |"
+    assert four == "| constant | 4 | 0 of 2 |  |  |  |  |  |  |  |  |  | 200 |"
     assert any(line.startswith("| **cartpole, not paced, to 475.0**") for line in lines)
     assert len({line.count("|") for line in lines}) == 1
 
