@@ -198,7 +198,7 @@ def test_another_release_is_taken_if_somebody_says_so(p2pdrl, hosts):
 def test_a_port_that_is_taken(p2pdrl, hosts):
     hosts(b="taken", stays=True)
     result = p2pdrl("swarm", "up", "--hosts", "a,b")
-    assert result.exit_code == 1
+    assert result.exit_code == 2, "as the node did"
     assert "b with 2); b said: port 7700 is taken" in result.stderr
 
 
