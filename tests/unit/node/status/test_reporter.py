@@ -358,6 +358,7 @@ async def test_the_view_before_and_after_the_parts_are_there(figures, full, even
         "Follower",
         (),
         {
+            "check_open": lambda self, what: None,
             "pause": lambda self, *, paused: held.append(("swarm", paused)),
             "hold": lambda self, training, *, paused: held.append(("node", paused)),
         },
