@@ -544,7 +544,8 @@ class _Run:
         names = ", ".join(f"{member.name} with {member.exit_code}" for member in failed)
         first = next((m for m in failed if m.exit_code is not None and m.exit_code > 0), failed[0])
         words = clean(first.last_words(), 500)
-        mendable = all(member.exit_code == UsageError.exit_code for member in failed)
+        blamed = [member for member in failed if not member.leaving] or failed
+        mendable = all(member.exit_code == UsageError.exit_code for member in blamed)
         raise (UsageError if mendable else WorkerError)(
             f"{len(failed)} of {len(self._fleet.members)} nodes failed ({names})"
             + (f"; {first.name} said: {words}" if words else "")
