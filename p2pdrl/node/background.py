@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Collection, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-__all__ = ["FirstFailure", "beside", "set_within"]
+__all__ = ["FirstFailure", "beside", "first_ended", "set_within"]
 
 
 @asynccontextmanager
@@ -21,6 +21,16 @@ async def beside(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[No
         await asyncio.wait([task])
         if not task.cancelled():
             task.result()
+
+
+async def first_ended(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Wait until one of them has ended, and end the others; all of them where the caller is cancelled."""
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 async def set_within(event: asyncio.Event, seconds: float) -> bool:

@@ -42,7 +42,7 @@ from p2pdrl.node.accounting import metrics_gossip
 from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
 from p2pdrl.node.accounting.report_table import period_s
 from p2pdrl.node.admission import JoinAdmission
-from p2pdrl.node.background import set_within
+from p2pdrl.node.background import beside, first_ended, set_within
 from p2pdrl.node.bootstrap.datadir import DataDir
 from p2pdrl.node.bootstrap.first_state import first_state, founded_at, load_checkpoint
 from p2pdrl.node.bootstrap.invited import InvitedMember, as_member
@@ -494,7 +494,9 @@ class Node:
         try:
             training = await self._rebuilt(old)
             if training is None:
-                await self._linger_beside(old)
+                inference = context.inference = self._make_inference(old)
+                async with beside(self._watch(inference.run()), "inference"):  # its policy is still served
+                    await self._linger()
                 return None
             state = None if checkpoint is None else as_state(checkpoint, training.spec)
             if training.learns and not old.learns:
@@ -512,16 +514,6 @@ class Node:
         self._tell_training(training)
         return training
 
-    async def _linger_beside(self, training: Training) -> None:
-        """Linger while the policy of a training that has ended is still served."""
-        inference = self._context.inference = self._make_inference(training)
-        serving = asyncio.create_task(self._watch(inference.run()), name="inference")
-        try:
-            await self._linger()
-        finally:
-            serving.cancel()
-            await asyncio.wait({serving})
-
     async def _rebuilt(self, old: Training) -> Training | None:
         """Build a training in the roles that are wanted; in others if these are wanted before it is there.
 
@@ -536,13 +528,7 @@ class Node:
             building = asyncio.create_task(training.build(), name="build")
             wanted = asyncio.create_task(self._roles_wanted.wait(), name="roles")
             halted = asyncio.create_task(self._follower.halted.wait(), name="halt")
-            jobs = {building, wanted, halted}
-            try:
-                await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for job in jobs:
-                    job.cancel()
-                await asyncio.wait(jobs)
+            await first_ended((building, wanted, halted))
             if not building.cancelled():
                 building.result()
                 return training

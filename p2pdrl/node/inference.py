@@ -32,6 +32,7 @@ from p2pdrl.config.node import InferenceConfig, NodeConfig
 from p2pdrl.config.task import RegressionConfig
 from p2pdrl.errors import ConfigError, TensorError, WorkerError
 from p2pdrl.node.accounting.progress_tracker import ProgressTracker
+from p2pdrl.node.background import first_ended
 from p2pdrl.node.children.actors import ActorPool, StepPort
 from p2pdrl.node.children.child_process import ProcessLink
 from p2pdrl.node.children.restarts import Death, RestartPolicy
@@ -612,12 +613,7 @@ class Inference:
             asyncio.create_task(self._hear_answers(link, slots), name="inference answers"),
             asyncio.create_task(self._watch(), name="inference watch"),
         ]
-        try:
-            await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for job in jobs:
-                job.cancel()
-            await asyncio.wait(jobs)
+        await first_ended(jobs)
         failed = [job.exception() for job in jobs if not job.cancelled()]
         for error in failed:
             if error is not None:

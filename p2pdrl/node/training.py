@@ -37,6 +37,7 @@ from p2pdrl.node import settings
 from p2pdrl.node.accounting.counters import ZERO, Counts
 from p2pdrl.node.accounting.exchanges import Accounting
 from p2pdrl.node.accounting.progress_tracker import ProgressTracker
+from p2pdrl.node.background import first_ended
 from p2pdrl.node.children.actors import ActorPool, actor_count, lanes_for_ranks, remote_actor_count
 from p2pdrl.node.children.group_process import GroupProcesses
 from p2pdrl.node.children.learner_pool import LearnerPool, pooled
@@ -487,12 +488,7 @@ class Training:
     async def _first_ended(self, *jobs: Coroutine[Any, Any, None]) -> None:
         """Do all of them until one has ended; raise what ended it."""
         tasks = [asyncio.create_task(job) for job in jobs]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+        await first_ended(tasks)
         for task in tasks:
             if not task.cancelled():
                 task.result()
