@@ -14,7 +14,6 @@ import shlex
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -402,7 +401,6 @@ class _Run:
         """Whether all are one swarm by now, and shall stay."""
         self._started_s = time.monotonic()
         self._ended_s = self._started_s
-        self._wake = threading.Event()
         self._signals = 0
         self._interrupted = False
 
@@ -456,10 +454,11 @@ class _Run:
 
     def _wait(self, interval_s: float) -> None:
         """A pause that a signal cuts short, and the end of the last node too."""
-        self._wake.clear()
-        until_s = time.monotonic() + interval_s
-        while self._fleet.running() and time.monotonic() < until_s and not self._wake.wait(0.1):
-            pass
+        until_s, signals = time.monotonic() + interval_s, self._signals
+        while self._fleet.running() and time.monotonic() < until_s and self._signals == signals:
+            time.sleep(
+                0.1
+            )  # no event: a handler that sets one waits for ever where we are just about to wait
 
     def _start_failed(self) -> bool:
         """A node that ended badly before its first step: the others would wait for it, or fail alike."""
@@ -471,7 +470,6 @@ class _Run:
         def count(number: int, _frame: object) -> None:
             self._signals += 1
             self._interrupted = self._interrupted or number == signal.SIGINT
-            self._wake.set()
 
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, count) for number in numbers}

@@ -71,7 +71,7 @@ name = sys.argv[sys.argv.index("--name") + 1]
 node = testing.FakeNode(name, swarm_key=read_swarm_keys(key).good(0.0)[0])
 node.state["members"] = {{"alive": 1 if what == "alone" else 2}}
 over = threading.Event()
-signal.signal(signal.SIGTERM, lambda *_: over.set())
+signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=over.set).start())
 real = testing.web.TCPSite
 testing.web.TCPSite = lambda runner, h, p: real(runner, h, int(os.environ["FAKE_PORT"]))
 data = pathlib.Path(sys.argv[sys.argv.index("--data-dir") + 1])

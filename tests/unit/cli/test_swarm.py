@@ -42,7 +42,11 @@ import p2pdrl.testing.fake_node as testing
 node = FakeNode(arguments.name)
 node.state.update(policy_version=100 + int(arguments.name[-1]), argv=sys.argv[1:])
 over, asked = threading.Event(), threading.Event()
-signal.signal(signal.SIGTERM, lambda *_: (over.set(), asked.set()))
+def end():
+    over.set()
+    asked.set()
+# in a thread: a handler that sets an event waits for ever where this one is just about to wait for it
+signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=end).start())
 status = node.status
 node.status = lambda: (asked.set(), status())[1]
 host, port = arguments.listen.split(":")

@@ -39,7 +39,7 @@ if "hangs" in plan:
 import p2pdrl.testing.fake_node as testing
 from p2pdrl.cli.node import _watch_parent
 over = threading.Event()
-signal.signal(signal.SIGTERM, lambda *_: over.set())
+signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=over.set).start())
 _watch_parent(int(value("--leave-with")), over.set)
 host, port = value("--listen").split(":")
 real = testing.web.TCPSite
