@@ -24,8 +24,8 @@ SERVER, CLIENT, OTHER = (Identity(name * 32) for name in (b"b", b"a", b"d"))
 SERVER_ID, CLIENT_ID, OTHER_ID = SERVER.node_id, CLIENT.node_id, OTHER.node_id
 CLIENT_TLS, OTHER_TLS = CLIENT.tls([KEY]).client, OTHER.tls([KEY]).client
 QUICK = TransportLimits(
-    header_deadline_s=0.15,
-    stall_deadline_s=0.15,
+    header_deadline_s=0.4,
+    stall_deadline_s=0.4,
     watchdog_tick_s=0.02,
     lingering_s=0.3,
     shutdown_grace_s=0.05,
@@ -35,6 +35,7 @@ QUICK = TransportLimits(
     failures_per_s=1e-9,
     failures_burst=40,
 )
+PATIENT = replace(QUICK, header_deadline_s=5.0, stall_deadline_s=5.0)
 
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -175,6 +176,14 @@ async def serve(limits: TransportLimits, *, hides: bool = True) -> AsyncIterator
 
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
+    """A node that waits for slow callers, so that a busy machine spoils no test."""
+    async for node in serve(PATIENT):
+        yield node
+
+
+@pytest.fixture
+async def impatient() -> AsyncIterator[Served]:
+    """A node that gives up soon, for tests of its deadlines: on a busy machine a handshake may take long."""
     async for node in serve(QUICK):
         yield node
 
@@ -187,16 +196,6 @@ def quick() -> TransportLimits:
 @pytest.fixture
 def serve_with() -> Callable[[TransportLimits], AsyncIterator[Served]]:
     return serve
-
-
-PATIENT = replace(QUICK, header_deadline_s=5.0, stall_deadline_s=5.0)
-
-
-@pytest.fixture
-async def patient() -> AsyncIterator[Served]:
-    """A node that waits for slow callers, so that a busy machine spoils no test."""
-    async for node in serve(PATIENT):
-        yield node
 
 
 @pytest.fixture

@@ -91,26 +91,26 @@ REFUSED: dict[str, tuple[int, Send]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_what_is_refused(patient: Served, name: str) -> None:
+async def test_what_is_refused(served: Served, name: str) -> None:
     status, make = REFUSED[name]
-    before = sum(patient.transport.counters.refused.values())
-    assert (await patient.send(make(patient)))[0] == status
-    assert not patient.taken
+    before = sum(served.transport.counters.refused.values())
+    assert (await served.send(make(served)))[0] == status
+    assert not served.taken
     if name != "no host":  # aiohttp's parser answers that one
-        assert patient.transport.counters.refused[status] == 1
-        assert sum(patient.transport.counters.refused.values()) == before + 1
-    assert (await patient.send(patient.request(b"ok")))[0] == 200
+        assert served.transport.counters.refused[status] == 1
+        assert sum(served.transport.counters.refused.values()) == before + 1
+    assert (await served.send(served.request(b"ok")))[0] == 200
 
 
-async def test_an_older_version_is_told_what_to_do(patient: Served) -> None:
+async def test_an_older_version_is_told_what_to_do(served: Served) -> None:
     told: list[tuple[str, str]] = []
-    patient.transport.tell_other_protocols(lambda *what: told.append(what))
-    older = patient.request(
+    served.transport.tell_other_protocols(lambda *what: told.append(what))
+    older = served.request(
         change=lambda head: replace(head, protocol=3, spoken=ProtocolRange(3, 3)),
         headers={"P2PDRL-Protocols": None},
     )
     for _ in range(2):
-        status, text = await patient.send(older)
+        status, text = await served.send(older)
         assert status == 403
         ours = SPOKEN.words
         assert text == (
@@ -122,52 +122,52 @@ async def test_an_older_version_is_told_what_to_do(patient: Served) -> None:
 
 @pytest.mark.parametrize("tls", [None, client_context([KEY])], ids=["in the open", "no certificate"])
 @pytest.mark.parametrize("path", ["/p2p/take", "/p2p-stream", "/p2p-pipe/take"])
-async def test_nobody_is_believed_without_a_certificate(patient: Served, path: str, tls: Tls) -> None:
-    status, text = await patient.send(patient.request(path=path), tls)
+async def test_nobody_is_believed_without_a_certificate(served: Served, path: str, tls: Tls) -> None:
+    status, text = await served.send(served.request(path=path), tls)
     assert status == 401
     assert "TLS" in text
     assert "certificate" in text
-    assert not patient.taken
-    assert patient.transport.counters.refused == {401: 1}
+    assert not served.taken
+    assert served.transport.counters.refused == {401: 1}
 
 
-async def test_each_member_speaks_in_its_own_name(patient: Served) -> None:
+async def test_each_member_speaks_in_its_own_name(served: Served) -> None:
     seen: list[str] = []
 
     async def who(incoming: Incoming) -> Reply:
         seen.append(incoming.sender)
         return Reply(b"")
 
-    patient.transport.serve("who", who)
-    as_other = patient.request(route="who", change=lambda head: replace(head, sender=OTHER_ID))
-    assert (await patient.send(as_other, OTHER_TLS))[0] == 200
-    status, text = await patient.send(as_other, CLIENT_TLS)
+    served.transport.serve("who", who)
+    as_other = served.request(route="who", change=lambda head: replace(head, sender=OTHER_ID))
+    assert (await served.send(as_other, OTHER_TLS))[0] == 200
+    status, text = await served.send(as_other, CLIENT_TLS)
     assert status == 403
     assert "can't speak in the name of" in text
-    assert (await patient.send(patient.request(route="who"), OTHER_TLS))[0] == 403
+    assert (await served.send(served.request(route="who"), OTHER_TLS))[0] == 403
     assert seen == [OTHER_ID]
 
 
-async def test_who_is_barred_is_told_why_by_post_and_on_the_stream_that_it_has(patient: Served) -> None:
+async def test_who_is_barred_is_told_why_by_post_and_on_the_stream_that_it_has(served: Served) -> None:
     client = HttpTransport(CLIENT_ID, "default", CLIENT.tls([KEY]), clock=SystemClock())
     await client.start()
 
     async def ask(lane: Lane) -> bytes:
-        answer = await client.call(patient.address, SERVER_ID, "take", b"meta", deadline_s=5.0, lane=lane)
+        answer = await client.call(served.address, SERVER_ID, "take", b"meta", deadline_s=5.0, lane=lane)
         return answer.meta
 
     try:
         assert await ask("bulk") == b"meta"
-        patient.transport.bar(lambda node_id: "banned: floods" if node_id == CLIENT_ID else None)
+        served.transport.bar(lambda node_id: "banned: floods" if node_id == CLIENT_ID else None)
         for lane in ("bulk", "probe"):
             with pytest.raises(PeerRefusedError, match="403: banned: floods"):
                 await ask(lane)
-        assert (await patient.send(patient.request(change=as_other), OTHER_TLS))[0] == 200
-        patient.transport.bar(lambda node_id: None)
+        assert (await served.send(served.request(change=as_other), OTHER_TLS))[0] == 200
+        served.transport.bar(lambda node_id: None)
         assert [await ask("bulk"), await ask("probe")] == [b"meta"] * 2
     finally:
         await client.close()
-    assert len(patient.taken) == 4
+    assert len(served.taken) == 4
 
 
 def as_other(head: RequestHead) -> RequestHead:
@@ -175,14 +175,14 @@ def as_other(head: RequestHead) -> RequestHead:
 
 
 async def test_a_caller_with_another_key_comes_to_nothing(
-    patient: Served, caplog: pytest.LogCaptureFixture
+    served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
     stranger = CLIENT.tls([b"another key", KEY])  # believes us, but shows a certificate of another swarm
-    raw = patient.request(b"meta")
-    assert await patient.closes_within(raw, 3.0, stranger.client) == b""
-    assert not patient.taken
-    await until(lambda: patient.transport.counters.failed_handshakes == 1)
-    await until(lambda: patient.listener.connections == 0)
+    raw = served.request(b"meta")
+    assert await served.closes_within(raw, 3.0, stranger.client) == b""
+    assert not served.taken
+    await until(lambda: served.transport.counters.failed_handshakes == 1)
+    await until(lambda: served.listener.connections == 0)
     assert not caplog.records
 
 
@@ -190,24 +190,24 @@ async def test_a_caller_with_another_key_comes_to_nothing(
     "path", ["/p2p-stream?x=1", "/p2p%2Dstream", "/p2p-pipe/take?x=1", "/p2p%2Dpipe/take"]
 )
 async def test_a_path_may_be_written_in_other_ways(
-    patient: Served, path: str, caplog: pytest.LogCaptureFixture
+    served: Served, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    status, _ = await patient.send(patient.request(path=path))
+    status, _ = await served.send(served.request(path=path))
     assert status == (200 if "stream" in path else 404)
     assert not caplog.records
 
 
 async def test_who_hangs_up_before_it_is_told_to_go_on_leaves_no_trace(
-    patient: Served, caplog: pytest.LogCaptureFixture
+    served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    raw = patient.request(b"meta", headers={"Expect": "100-continue"}, body=lambda _: b"")
+    raw = served.request(b"meta", headers={"Expect": "100-continue"}, body=lambda _: b"")
     for _ in range(5):
-        _, writer = await patient.connect(None)
+        _, writer = await served.connect(None)
         writer.write(raw)
         writer.write_eof()
         await asyncio.sleep(0.02)
         writer.transport.abort()
-    await until(lambda: patient.listener.connections == 0)
+    await until(lambda: served.listener.connections == 0)
     assert not caplog.records
 
 
@@ -262,14 +262,14 @@ async def test_broken_chunks_and_truncated_bodies_are_refused(
     assert not caplog.records
 
 
-async def test_a_caller_that_hangs_up_in_the_body_does_no_harm(patient: Served) -> None:
-    _, writer = await patient.connect()
-    writer.write(patient.request(b"meta", BIG)[:-1000])
+async def test_a_caller_that_hangs_up_in_the_body_does_no_harm(served: Served) -> None:
+    _, writer = await served.connect()
+    writer.write(served.request(b"meta", BIG)[:-1000])
     await writer.drain()
     writer.close()
     await writer.wait_closed()
-    assert (await patient.send(patient.request(b"ok")))[0] == 200
-    assert patient.taken == [b""]
+    assert (await served.send(served.request(b"ok")))[0] == 200
+    assert served.taken == [b""]
 
 
 def client_hello() -> bytes:
@@ -282,13 +282,13 @@ def client_hello() -> bytes:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells that a caller has hung up")
-async def test_who_hung_up_while_we_were_frozen_costs_no_handshake(patient: Served) -> None:
+async def test_who_hung_up_while_we_were_frozen_costs_no_handshake(served: Served) -> None:
     for _ in range(20):  # nothing runs here meanwhile
-        with socket.create_connection((patient.address.host, patient.address.port)) as caller:
+        with socket.create_connection((served.address.host, served.address.port)) as caller:
             caller.sendall(client_hello())
-    assert (await patient.send(patient.request(b"ok")))[0] == 200
-    await until(lambda: patient.listener.connections == 0)
-    assert patient.transport.counters.failed_handshakes == 0
+    assert (await served.send(served.request(b"ok")))[0] == 200
+    await until(lambda: served.listener.connections == 0)
+    assert served.transport.counters.failed_handshakes == 0
 
 
 SLOW: dict[str, tuple[Tls, Send]] = {
@@ -314,13 +314,13 @@ SLOW: dict[str, tuple[Tls, Send]] = {
 
 
 @pytest.mark.parametrize("name", SLOW)
-async def test_slow_beginnings_and_stalled_bodies_are_closed(served: Served, name: str) -> None:
+async def test_slow_beginnings_and_stalled_bodies_are_closed(impatient: Served, name: str) -> None:
     tls, make = SLOW[name]
     started = time.monotonic()
-    await served.closes_within(make(served), 3.0, tls)
+    await impatient.closes_within(make(impatient), 3.0, tls)
     assert time.monotonic() - started >= 0.1
-    assert not served.taken
-    await until(lambda: served.listener.connections == 0)
+    assert not impatient.taken
+    await until(lambda: impatient.listener.connections == 0)
 
 
 TRICKLES: dict[str, tuple[Tls, Send]] = {
@@ -332,19 +332,19 @@ TRICKLES: dict[str, tuple[Tls, Send]] = {
 
 
 @pytest.mark.parametrize("name", TRICKLES)
-async def test_a_trickle_does_not_put_the_deadline_off(served: Served, name: str) -> None:
+async def test_a_trickle_does_not_put_the_deadline_off(impatient: Served, name: str) -> None:
     tls, make = TRICKLES[name]
-    reader, writer = await served.connect(tls)
+    reader, writer = await impatient.connect(tls)
 
     async def trickle() -> None:
-        for byte in make(served):
+        for byte in make(impatient):
             writer.write(bytes([byte]))
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(impatient.transport.limits.header_deadline_s / 8)
 
     task = asyncio.create_task(trickle())
     try:
         assert await asyncio.wait_for(ended(reader), 3.0) == b""
-        counters = served.transport.counters
+        counters = impatient.transport.counters
         assert counters.dropped_connections + counters.failed_handshakes == 1
     finally:
         await cancelled(task)
@@ -356,9 +356,9 @@ async def cancelled(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_trickling_body_is_cut(served: Served) -> None:
-    reader, writer = await served.connect()
-    raw = served.request(b"m" * 4000)
+async def test_a_trickling_body_is_cut(impatient: Served) -> None:
+    reader, writer = await impatient.connect()
+    raw = impatient.request(b"m" * 4000)
     writer.write(raw[: len(raw) - 3000])
 
     async def trickle() -> None:
@@ -369,61 +369,61 @@ async def test_a_trickling_body_is_cut(served: Served) -> None:
     task = asyncio.create_task(trickle())
     try:
         assert b"200 OK" not in await asyncio.wait_for(ended(reader), 3.0)
-        assert not served.taken
+        assert not impatient.taken
     finally:
         await cancelled(task)
         writer.transport.abort()
 
 
-async def test_the_second_header_on_a_connection_has_a_deadline_too(served: Served) -> None:
+async def test_the_second_header_on_a_connection_has_a_deadline_too(impatient: Served) -> None:
     answered = asyncio.Event()
 
     async def give(_: Incoming) -> Reply:
         return Reply(b"ok", on_end=lambda _: answered.set())
 
-    served.transport.serve("give", give)
-    reader, writer = await served.connect()
+    impatient.transport.serve("give", give)
+    reader, writer = await impatient.connect()
     try:
-        writer.write(served.request(route="give"))
+        writer.write(impatient.request(route="give"))
         assert await answer_of(reader) == (200, b"ok")
         await answered.wait()
-        writer.write(served.request(b"half")[:80])
+        writer.write(impatient.request(b"half")[:80])
         assert await asyncio.wait_for(ended(reader), 3.0) == b""
-        assert served.transport.counters.dropped_connections == 1
+        assert impatient.transport.counters.dropped_connections == 1
     finally:
         writer.transport.abort()
 
 
-async def test_a_caller_that_does_not_read_its_answer_is_cut(served: Served) -> None:
+async def test_a_caller_that_does_not_read_its_answer_is_cut(impatient: Served) -> None:
     ends: list[bool] = []
     vector = memoryview(bytearray(32 * PIECE_BYTES))
 
     async def give(_: Incoming) -> Reply:
         return Reply(b"", vector, on_end=ends.append)
 
-    served.transport.serve("give", give)
+    impatient.transport.serve("give", give)
     _, writer = await asyncio.open_connection(
-        served.address.host, served.address.port, limit=1, ssl=CLIENT_TLS
+        impatient.address.host, impatient.address.port, limit=1, ssl=CLIENT_TLS
     )
     try:
-        writer.write(served.request(route="give"))
-        await until(lambda: served.transport.counters.dropped_connections == 1)
+        writer.write(impatient.request(route="give"))
+        await until(lambda: impatient.transport.counters.dropped_connections == 1)
     finally:
         writer.transport.abort()
     await until(lambda: ends == [False])
-    await until(lambda: served.listener.connections == 0)
+    await until(lambda: impatient.listener.connections == 0)
 
 
-async def test_an_idle_connection_is_kept(served: Served) -> None:
-    reader, writer = await served.connect()
+async def test_an_idle_connection_is_kept(impatient: Served) -> None:
+    reader, writer = await impatient.connect()
     try:
         for _ in range(2):
-            writer.write(served.request(b"ok"))
+            writer.write(impatient.request(b"ok"))
             assert await answer_of(reader) == (200, b"ok")
-            await asyncio.sleep(0.3)  # twice the header deadline
+            await asyncio.sleep(2 * impatient.transport.limits.header_deadline_s)
     finally:
         writer.transport.abort()
-    assert len(served.taken) == 2
+    assert len(impatient.taken) == 2
 
 
 # How many
@@ -448,81 +448,81 @@ STRANGERS: dict[str, tuple[Tls, Send]] = {
 
 
 @pytest.mark.parametrize("name", STRANGERS)
-async def test_who_has_proven_nothing_gives_way_oldest_first(patient: Served, name: str) -> None:
+async def test_who_has_proven_nothing_gives_way_oldest_first(served: Served, name: str) -> None:
     tls, make = STRANGERS[name]
-    counters = patient.transport.counters
+    counters = served.transport.counters
     held: list[Ends] = []
     try:
         for count in range(1, 9):
-            held.append(await patient.connect(tls))
-            held[-1][1].write(make(patient))
-            await until(lambda: patient.listener.connections == count)  # noqa: B023
+            held.append(await served.connect(tls))
+            held[-1][1].write(make(served))
+            await until(lambda: served.listener.connections == count)  # noqa: B023
         assert counters.displaced_connections == 0
-        assert (await patient.send(patient.request(b"ok"))) == (200, "ok")
+        assert (await served.send(served.request(b"ok"))) == (200, "ok")
         assert counters.displaced_connections == 1
         await asyncio.wait_for(ended(held[0][0]), 3.0)
         assert not held[1][0].at_eof()
-        await until(lambda: patient.listener.connections == 7)
+        await until(lambda: served.listener.connections == 7)
         assert counters.refused_connections == 0
     finally:
         let_go(held)
-    await until(lambda: patient.listener.connections == 0)
+    await until(lambda: served.listener.connections == 0)
 
 
-async def test_who_has_proven_to_be_a_member_is_kept(patient: Served) -> None:
-    held = [await patient.connect() for _ in range(8)]
+async def test_who_has_proven_to_be_a_member_is_kept(served: Served) -> None:
+    held = [await served.connect() for _ in range(8)]
     caller = HttpTransport(CLIENT.node_id, "default", CLIENT.tls([KEY]), clock=SystemClock())
     await caller.start()
     try:
         for reader, writer in held:
-            writer.write(patient.request(b"ok"))
+            writer.write(served.request(b"ok"))
             assert await answer_of(reader) == (200, b"ok")
-        got = await patient.closes_within(b"", 3.0, None)
+        got = await served.closes_within(b"", 3.0, None)
         assert got.startswith(b"HTTP/1.1 429 ")
         assert got.endswith(b"too many connections")
         with pytest.raises(PeerRefusedError, match=r"503: .* too many connections") as info:
-            await caller.call(patient.address, SERVER_ID, "take", b"", deadline_s=3)
+            await caller.call(served.address, SERVER_ID, "take", b"", deadline_s=3)
         assert info.value.status == 503, "neither a sign of life nor of another swarm"
-        assert patient.transport.counters.refused_connections == 2
-        assert patient.transport.counters.displaced_connections == 0
+        assert served.transport.counters.refused_connections == 2
+        assert served.transport.counters.displaced_connections == 0
         for reader, writer in held:
-            writer.write(patient.request(b"still here"))
+            writer.write(served.request(b"still here"))
             assert await answer_of(reader) == (200, b"still here")
     finally:
         let_go(held)
         await caller.close()
-    await until(lambda: patient.listener.connections == 0)
-    assert (await patient.send(patient.request(b"ok")))[0] == 200
+    await until(lambda: served.listener.connections == 0)
+    assert (await served.send(served.request(b"ok")))[0] == 200
 
 
-async def test_a_crowd_of_strangers_keeps_no_member_out(patient: Served) -> None:
-    reader, writer = await patient.connect()
+async def test_a_crowd_of_strangers_keeps_no_member_out(served: Served) -> None:
+    reader, writer = await served.connect()
     held: list[Ends] = []
     try:
         for _ in range(3):
-            writer.write(patient.request(b"member"))
+            writer.write(served.request(b"member"))
             assert await answer_of(reader) == (200, b"member")
-            held += [await patient.connect(None) for _ in range(20)]
-            assert (await patient.send(patient.request(b"newcomer")))[0] == 200
-        assert patient.transport.counters.refused_connections == 0
-        assert patient.listener.connections <= 8
+            held += [await served.connect(None) for _ in range(20)]
+            assert (await served.send(served.request(b"newcomer")))[0] == 200
+        assert served.transport.counters.refused_connections == 0
+        assert served.listener.connections <= 8
     finally:
         let_go(held)
         writer.transport.abort()
 
 
-async def test_a_flood_by_one_peer_leaves_others_served(patient: Served) -> None:
-    statuses = [(await patient.send(patient.request(b"x")))[0] for _ in range(45)]
+async def test_a_flood_by_one_peer_leaves_others_served(served: Served) -> None:
+    statuses = [(await served.send(served.request(b"x")))[0] for _ in range(45)]
     assert statuses.count(200) == 40
     assert statuses[40:] == [429] * 5
-    probe = patient.request(b"x", change=lambda head: replace(head, sender=OTHER_ID))
-    assert (await patient.send(probe, OTHER_TLS))[0] == 200
+    probe = served.request(b"x", change=lambda head: replace(head, sender=OTHER_ID))
+    assert (await served.send(probe, OTHER_TLS))[0] == 200
 
 
-async def test_a_flood_of_bad_requests_is_told_429(patient: Served) -> None:
-    bad = [(await patient.send(patient.request(), None))[0] for _ in range(42)]
+async def test_a_flood_of_bad_requests_is_told_429(served: Served) -> None:
+    bad = [(await served.send(served.request(), None))[0] for _ in range(42)]
     assert bad == [401] * 40 + [429] * 2
-    assert (await patient.send(patient.request(b"x")))[0] == 200
+    assert (await served.send(served.request(b"x")))[0] == 200
 
 
 OVER = pytest.mark.parametrize("tls", [None, client_context([KEY])], ids=["in the open", "over TLS"])

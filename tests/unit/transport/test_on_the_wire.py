@@ -103,27 +103,27 @@ def tells_nothing(wire: Wire) -> bool:
     return not any(map(wire.tells, (META, META[:8], VECTOR, VECTOR[:8], b"P2PDRL", b"mirror", b"stage")))
 
 
-async def test_posts_tell_nothing(patient: Served) -> None:
-    serve_mirror(patient)
-    async with tapped(patient.address) as wire:
-        await mirrored(patient, wire, "probe")
+async def test_posts_tell_nothing(served: Served) -> None:
+    serve_mirror(served)
+    async with tapped(served.address) as wire:
+        await mirrored(served, wire, "probe")
         assert sum(len(way) for ways in wire.said for way in ways) > 2 * len(LONG_VECTOR)
         assert tells_nothing(wire)
         assert not wire.hellos
 
 
-async def test_streams_tell_no_more_than_the_name_of_a_route(patient: Served) -> None:
-    serve_mirror(patient)
-    async with tapped(patient.address) as wire:
-        await mirrored(patient, wire, "bulk")
+async def test_streams_tell_no_more_than_the_name_of_a_route(served: Served) -> None:
+    serve_mirror(served)
+    async with tapped(served.address) as wire:
+        await mirrored(served, wire, "bulk")
         assert sum(len(way) for ways in wire.said for way in ways) > 2 * len(LONG_VECTOR)
         (hello,) = wire.hellos
         assert b"mirror" in hello
         assert not any(map(wire.tells, (META, META[:8], VECTOR, VECTOR[:8], b"P2PDRL")))
 
 
-async def test_pipes_tell_nothing(patient: Served) -> None:
-    async with staged(patient) as (stage, caller), tapped(patient.address) as wire:
+async def test_pipes_tell_nothing(served: Served) -> None:
+    async with staged(served) as (stage, caller), tapped(served.address) as wire:
         pipe = await caller.open_pipe(wire.address, SERVER_ID, "stage", META, deadline_s=LONG_S)
         await until(lambda: len(stage.pipes) == 1)
         with end_of(pipe) as one, end_of(stage.pipes[0]) as other:
@@ -149,23 +149,23 @@ async def test_it_is_shown_only_where_both_trust_their_network(serve_with: Any, 
             assert tells_nothing(wire), "posts go over TLS all the same"
 
 
-async def test_a_recorded_stream_is_worth_nothing(patient: Served) -> None:
-    serve_mirror(patient)
-    async with tapped(patient.address) as wire:
-        await mirrored(patient, wire, "bulk")
+async def test_a_recorded_stream_is_worth_nothing(served: Served) -> None:
+    serve_mirror(served)
+    async with tapped(served.address) as wire:
+        await mirrored(served, wire, "bulk")
         (hello,) = wire.hellos
-    before = patient.transport.counters.bytes_in
-    assert await patient.closes_within(hello[: len(HELLO) + 16], 3.0, None) == b""
-    assert await patient.closes_within(hello, 3.0, None) == b""
-    assert patient.transport.counters.refused_connections == 2
-    assert patient.transport.counters.bytes_in == before
+    before = served.transport.counters.bytes_in
+    assert await served.closes_within(hello[: len(HELLO) + 16], 3.0, None) == b""
+    assert await served.closes_within(hello, 3.0, None) == b""
+    assert served.transport.counters.refused_connections == 2
+    assert served.transport.counters.bytes_in == before
 
 
-async def test_a_recorded_post_is_worth_nothing(patient: Served) -> None:
-    async with tapped(patient.address) as wire, calling(patient) as caller:
+async def test_a_recorded_post_is_worth_nothing(served: Served) -> None:
+    async with tapped(served.address) as wire, calling(served) as caller:
         await caller.call(wire.address, SERVER_ID, "take", META, deadline_s=LONG_S)
-    assert len(patient.taken) == 1
+    assert len(served.taken) == 1
     ((up, _),) = wire.said
-    assert META not in await patient.closes_within(bytes(up), 3.0, None)
-    await until(lambda: patient.transport.counters.failed_handshakes == 1)
-    assert len(patient.taken) == 1
+    assert META not in await served.closes_within(bytes(up), 3.0, None)
+    await until(lambda: served.transport.counters.failed_handshakes == 1)
+    assert len(served.taken) == 1

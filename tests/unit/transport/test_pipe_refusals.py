@@ -17,16 +17,16 @@ from .conftest import OTHER, OTHER_ID, until
 from .stages import Served, asking, calling, in_use, opened, staged
 
 
-async def test_a_refusal_is_told_in_the_handlers_words(patient: Served) -> None:
-    async with staged(patient) as (stage, caller):
+async def test_a_refusal_is_told_in_the_handlers_words(served: Served) -> None:
+    async with staged(served) as (stage, caller):
         stage.refusal = Refusal(409, "another generation: 7")
         with pytest.raises(PeerRefusedError) as info:
-            await opened(patient, caller)
+            await opened(served, caller)
         assert (info.value.status, info.value.reason) == (409, "another generation: 7")
-        assert patient.transport.counters.refused[409] == 1
-        assert in_use(patient) == 0
+        assert served.transport.counters.refused[409] == 1
+        assert in_use(served) == 0
         stage.refusal = None
-        (await opened(patient, caller)).close()
+        (await opened(served, caller)).close()
 
 
 REFUSED: dict[str, tuple[int, dict[str, Any]]] = {
@@ -47,56 +47,56 @@ REFUSED: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_what_is_refused_before_the_handler(patient: Served, name: str) -> None:
+async def test_what_is_refused_before_the_handler(served: Served, name: str) -> None:
     status, changes = REFUSED[name]
-    async with staged(patient) as (stage, _):
-        assert (await patient.send(asking(patient, **changes)))[0] == status
+    async with staged(served) as (stage, _):
+        assert (await served.send(asking(served, **changes)))[0] == status
         assert not stage.asked
-        assert in_use(patient) == 0
-        assert patient.transport.counters.refused[status] == 1
-    await until(lambda: patient.listener.connections == 0)
+        assert in_use(served) == 0
+        assert served.transport.counters.refused[status] == 1
+    await until(lambda: served.listener.connections == 0)
 
 
-async def test_a_pipes_route_takes_no_calls(patient: Served) -> None:
-    async with staged(patient) as (stage, _):
-        assert (await patient.send(patient.request(route="stage")))[0] == 404
+async def test_a_pipes_route_takes_no_calls(served: Served) -> None:
+    async with staged(served) as (stage, _):
+        assert (await served.send(served.request(route="stage")))[0] == 404
         assert not stage.asked
 
 
-async def test_a_request_opens_one_pipe(patient: Served) -> None:
-    async with staged(patient) as (stage, _):
-        status, body = await patient.exchange(asking(patient))
+async def test_a_request_opens_one_pipe(served: Served) -> None:
+    async with staged(served) as (stage, _):
+        status, body = await served.exchange(asking(served))
         assert status == 200
         answer = PipeAnswer.decode(body)
         assert (answer.meta, stage.pipes) == (b"welcome", [])
         hello = HELLO + answer.opening.token
-        reader, writer = await patient.connect(None)
+        reader, writer = await served.connect(None)
         writer.write(hello)
         assert await asyncio.wait_for(reader.readexactly(1), 5) == OPENED
-        assert await patient.closes_within(hello, 3.0, None) == b""
+        assert await served.closes_within(hello, 3.0, None) == b""
         assert len(stage.asked) == len(stage.pipes) == 1
-        assert patient.transport.counters.refused_connections == 1
+        assert served.transport.counters.refused_connections == 1
         writer.transport.abort()
 
 
-async def test_a_caller_that_breaks_off_as_it_is_welcomed_is_told_to_the_handler(patient: Served) -> None:
+async def test_a_caller_that_breaks_off_as_it_is_welcomed_is_told_to_the_handler(served: Served) -> None:
     """Its pipe counts until the handler closes it."""
-    async with staged(patient) as (stage, _):
+    async with staged(served) as (stage, _):
         for count in range(1, 10):
-            _, body = await patient.exchange(asking(patient))
-            _, writer = await patient.connect(None)
+            _, body = await served.exchange(asking(served))
+            _, writer = await served.connect(None)
             writer.write(HELLO + PipeAnswer.decode(body).opening.token)
             writer.transport.abort()
             await until(lambda: len(stage.pipes) == 1)
-            assert (len(stage.asked), in_use(patient)) == (count, 1)
+            assert (len(stage.asked), in_use(served)) == (count, 1)
             stage.close()
-            assert in_use(patient) == 0
+            assert in_use(served) == 0
 
 
-async def test_another_key_is_refused(patient: Served) -> None:
-    async with staged(patient) as (stage, _), calling(patient, key=b"another") as stranger:
+async def test_another_key_is_refused(served: Served) -> None:
+    async with staged(served) as (stage, _), calling(served, key=b"another") as stranger:
         with pytest.raises(PeerRefusedError, match=r"403: .*--swarm-key-file"):
-            await opened(patient, stranger)
+            await opened(served, stranger)
         assert not stage.asked
 
 

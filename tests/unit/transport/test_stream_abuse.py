@@ -19,23 +19,23 @@ from .conftest import OTHER_ID, SERVER_ID, until
 from .stream_callers import BIG, Caller, Served, asking, opened, promised, stream
 
 
-async def test_right_calls_are_served_one_after_another(patient: Served) -> None:
-    async with stream(patient) as caller:
+async def test_right_calls_are_served_one_after_another(served: Served) -> None:
+    async with stream(served) as caller:
         for meta, vector in ((b"one", b""), (b"", BIG), (b"x" * 4096, b"short")):
             frame, answer = await caller.call(caller.frame(meta, vector))
             assert (frame.status, answer, frame.last) == (200, meta, False)
-        assert patient.taken == [b"", BIG, b"short"]
-        assert patient.listener.connections == 1
-    await until(lambda: patient.listener.connections == 0)
+        assert served.taken == [b"", BIG, b"short"]
+        assert served.listener.connections == 1
+    await until(lambda: served.listener.connections == 0)
 
 
-async def test_right_frames_in_small_portions(patient: Served) -> None:
-    async with stream(patient) as caller:
+async def test_right_frames_in_small_portions(served: Served) -> None:
+    async with stream(served) as caller:
         for byte in caller.frame(b"meta", b"vector"):
             caller.writer.write(bytes([byte]))
             await asyncio.sleep(0)
         assert (await caller.answer())[1] == b"meta"
-        assert patient.taken == [b"vector"]
+        assert served.taken == [b"vector"]
 
 
 REFUSED: dict[str, tuple[int, dict[str, Any]]] = {
@@ -59,28 +59,28 @@ REFUSED: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_streams_that_are_refused(patient: Served, name: str) -> None:
+async def test_streams_that_are_refused(served: Served, name: str) -> None:
     status, changes = REFUSED[name]
-    assert (await patient.send(asking(patient, **changes)))[0] == status
-    assert patient.transport.counters.refused == {status: 1}
-    async with stream(patient) as caller:
+    assert (await served.send(asking(served, **changes)))[0] == status
+    assert served.transport.counters.refused == {status: 1}
+    async with stream(served) as caller:
         assert (await caller.call(caller.frame(b"ok")))[0].status == 200
 
 
-async def test_a_promise_is_kept_once(patient: Served) -> None:
-    opening = await promised(patient)
-    async with opened(patient, opening) as caller:
-        assert await patient.closes_within(HELLO + opening.token, 3.0, None) == b""
-        assert patient.transport.counters.refused_connections == 1
+async def test_a_promise_is_kept_once(served: Served) -> None:
+    opening = await promised(served)
+    async with opened(served, opening) as caller:
+        assert await served.closes_within(HELLO + opening.token, 3.0, None) == b""
+        assert served.transport.counters.refused_connections == 1
         assert (await caller.call(caller.frame(b"ok")))[0].status == 200
 
 
-async def test_each_promise_is_a_stream_of_its_own(patient: Served) -> None:
-    openings = [await promised(patient) for _ in range(3)]
+async def test_each_promise_is_a_stream_of_its_own(served: Served) -> None:
+    openings = [await promised(served) for _ in range(3)]
     assert len({opening.token for opening in openings}) == 3
     assert len({key for opening in openings for key in opening.keys or ()}) == 6
     for opening in reversed(openings):
-        async with opened(patient, opening) as caller:
+        async with opened(served, opening) as caller:
             assert (await caller.call(caller.frame(b"ok")))[0].status == 200
 
 
@@ -92,17 +92,17 @@ HELLOS: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("name", HELLOS)
-async def test_unknown_hellos_get_no_answer(patient: Served, name: str) -> None:
-    opening = await promised(patient)
-    assert await patient.closes_within(HELLOS[name](opening.token), 3.0, None) == b""
-    assert patient.transport.counters.refused_connections == 1
-    async with opened(patient, opening) as caller:
+async def test_unknown_hellos_get_no_answer(served: Served, name: str) -> None:
+    opening = await promised(served)
+    assert await served.closes_within(HELLOS[name](opening.token), 3.0, None) == b""
+    assert served.transport.counters.refused_connections == 1
+    async with opened(served, opening) as caller:
         assert (await caller.call(caller.frame(b"ok")))[0].status == 200
 
 
-async def test_a_hello_in_small_portions(patient: Served) -> None:
-    opening = await promised(patient)
-    reader, writer = await patient.connect(None)
+async def test_a_hello_in_small_portions(served: Served) -> None:
+    opening = await promised(served)
+    reader, writer = await served.connect(None)
     for byte in HELLO + opening.token:
         writer.write(bytes([byte]))
         await asyncio.sleep(0)
@@ -111,27 +111,27 @@ async def test_a_hello_in_small_portions(patient: Served) -> None:
 
 
 @pytest.mark.parametrize("count", [1, len(HELLO), len(HELLO) + TOKEN_BYTES - 1])
-async def test_a_hello_that_breaks_off(patient: Served, count: int) -> None:
-    opening = await promised(patient)
-    reader, writer = await patient.connect(None)
+async def test_a_hello_that_breaks_off(served: Served, count: int) -> None:
+    opening = await promised(served)
+    reader, writer = await served.connect(None)
     writer.write((HELLO + opening.token)[:count])
     writer.write_eof()
     assert await asyncio.wait_for(reader.read(), 3.0) == b""
     writer.transport.abort()
-    await until(lambda: patient.listener.connections == 0)
-    async with opened(patient, opening) as caller:
+    await until(lambda: served.listener.connections == 0)
+    async with opened(served, opening) as caller:
         assert (await caller.call(caller.frame(b"ok")))[0].status == 200
 
 
-async def test_calls_may_come_with_the_hello(patient: Served) -> None:
-    opening = await promised(patient)
-    reader, writer = await patient.connect(None)
+async def test_calls_may_come_with_the_hello(served: Served) -> None:
+    opening = await promised(served)
+    reader, writer = await served.connect(None)
     caller = Caller(reader, writer)
     caller.out, caller.into = opening.ciphers()
     writer.write(HELLO + opening.token + caller.frame(b"early", b"vector"))
     assert await asyncio.wait_for(reader.readexactly(1), 5) == OPENED
     assert (await caller.answer())[1] == b"early"
-    assert patient.taken == [b"vector"]
+    assert served.taken == [b"vector"]
     writer.transport.abort()
 
 
@@ -182,19 +182,19 @@ async def test_bad_frames_end_the_stream(trusting: Served, name: str, hides: boo
     await until(lambda: trusting.listener.connections == 0)
 
 
-async def test_a_replayed_frame_is_refused(patient: Served) -> None:
-    async with stream(patient) as caller:
+async def test_a_replayed_frame_is_refused(served: Served) -> None:
+    async with stream(served) as caller:
         raw = caller.frame(b"once")
         assert (await caller.call(raw))[0].status == 200
         assert (await caller.call(raw))[0].status == 401
         assert await caller.ended()
-    assert len(patient.taken) == 1
+    assert len(served.taken) == 1
 
 
-async def test_frames_of_another_stream_are_refused(patient: Served) -> None:
-    async with stream(patient) as one, stream(patient) as other:
+async def test_frames_of_another_stream_are_refused(served: Served) -> None:
+    async with stream(served) as one, stream(served) as other:
         assert (await other.call(one.frame(b"x")))[0].status == 401
-    assert not patient.taken
+    assert not served.taken
 
 
 GOES_ON: dict[str, tuple[int, Callable[[Caller], bytes]]] = {
@@ -205,22 +205,22 @@ GOES_ON: dict[str, tuple[int, Callable[[Caller], bytes]]] = {
 
 
 @pytest.mark.parametrize("name", GOES_ON)
-async def test_after_small_refusals_the_stream_goes_on(patient: Served, name: str) -> None:
+async def test_after_small_refusals_the_stream_goes_on(served: Served, name: str) -> None:
     status, make = GOES_ON[name]
-    async with stream(patient) as caller:
+    async with stream(served) as caller:
         for _ in range(3):
             frame, _ = await caller.call(make(caller))
             assert (frame.status, frame.last) == (status, False)
         assert (await caller.call(caller.frame(b"ok", b"vector")))[0].status == 200
-    assert patient.taken == [b"vector"]
+    assert served.taken == [b"vector"]
 
 
-async def test_a_handler_that_leaves_the_vector_unread(patient: Served) -> None:
+async def test_a_handler_that_leaves_the_vector_unread(served: Served) -> None:
     async def nothing(_: Incoming) -> Reply:
         return Reply(b"no thanks")
 
-    patient.transport.serve("nothing", nothing, max_vector_bytes=8 * PIECE_BYTES)
-    async with stream(patient) as caller:
+    served.transport.serve("nothing", nothing, max_vector_bytes=8 * PIECE_BYTES)
+    async with stream(served) as caller:
         assert (await caller.call(caller.frame(b"", b"short", route=b"nothing")))[0].last is False
         frame, meta = await caller.call(caller.frame(b"", bytes(8 * PIECE_BYTES), route=b"nothing"))
         assert (frame.status, frame.last, meta) == (200, True, b"no thanks")

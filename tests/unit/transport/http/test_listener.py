@@ -371,46 +371,46 @@ async def got(sock: socket.socket) -> bytes:
 
 @needs_proc
 async def test_a_stranger_gives_way_when_files_run_out(
-    patient: Served, caplog: pytest.LogCaptureFixture
+    served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reader, writer = await patient.connect(None)
-    await until(lambda: patient.listener.connections == 1)
-    with hung_up(writer), waiting(patient.address) as connect:
+    reader, writer = await served.connect(None)
+    await until(lambda: served.listener.connections == 1)
+    with hung_up(writer), waiting(served.address) as connect:
         with Files():
             (sock,) = connect()
-            await until(lambda: len(patient.starved) == 1)
-            assert patient.transport.counters.starved == 1
-            assert patient.transport.counters.displaced_connections == 1
-            sock.send(f"GET /v1/echo HTTP/1.1\r\nHost: {patient.address}\r\n\r\n".encode())
+            await until(lambda: len(served.starved) == 1)
+            assert served.transport.counters.starved == 1
+            assert served.transport.counters.displaced_connections == 1
+            sock.send(f"GET /v1/echo HTTP/1.1\r\nHost: {served.address}\r\n\r\n".encode())
             assert b"200 OK" in await got(sock)
-            assert patient.starved == ["Too many open files"]
+            assert served.starved == ["Too many open files"]
         assert await asyncio.wait_for(until_closed(reader), 3) == b""
     assert not caplog.records
 
 
 @needs_proc
 async def test_members_are_served_while_others_wait_for_files(
-    patient: Served, caplog: pytest.LogCaptureFixture
+    served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop = asyncio.get_running_loop()
-    reader, writer = await patient.connect()
-    writer.write(patient.request(b"ok"))
+    reader, writer = await served.connect()
+    writer.write(served.request(b"ok"))
     assert await answer_of(reader) == (200, b"ok")
-    with hung_up(writer), waiting(patient.address, 5) as connect:
+    with hung_up(writer), waiting(served.address, 5) as connect:
         with Files() as files:
             started_s = loop.time()
             newcomers = connect()
-            await until(lambda: len(patient.starved) == 3)
+            await until(lambda: len(served.starved) == 3)
             assert loop.time() - started_s >= 0.4, "it pauses each time, however many wait"
-            writer.write(patient.request(b"still here"))
+            writer.write(served.request(b"still here"))
             assert await answer_of(reader) == (200, b"still here")
-            assert patient.transport.counters.displaced_connections == 0
-            assert patient.listener.connections == 1
+            assert served.transport.counters.displaced_connections == 0
+            assert served.listener.connections == 1
             files.give_back()
-            newcomers[0].send(f"GET /v1/echo HTTP/1.1\r\nHost: {patient.address}\r\n\r\n".encode())
+            newcomers[0].send(f"GET /v1/echo HTTP/1.1\r\nHost: {served.address}\r\n\r\n".encode())
             assert b"200 OK" in await got(newcomers[0])
         for sock in newcomers[1:]:
-            sock.send(f"GET /v1/echo HTTP/1.1\r\nHost: {patient.address}\r\n\r\n".encode())
+            sock.send(f"GET /v1/echo HTTP/1.1\r\nHost: {served.address}\r\n\r\n".encode())
             assert b"200 OK" in await got(sock)
-        assert patient.transport.counters.starved == len(patient.starved)
+        assert served.transport.counters.starved == len(served.starved)
     assert not caplog.records

@@ -30,9 +30,9 @@ async def carries(one: PipeEnd, other: PipeEnd) -> None:
         assert (message.kind, message.meta, message.vector) == (3, b"meta", b"vector")
 
 
-async def test_a_pipe_is_given_to_its_handler(patient: Served) -> None:
-    async with staged(patient) as (stage, caller):
-        pipe = await opened(patient, caller)
+async def test_a_pipe_is_given_to_its_handler(served: Served) -> None:
+    async with staged(served) as (stage, caller):
+        pipe = await opened(served, caller)
         await until(lambda: len(stage.pipes) == 1)
         assert (pipe.peer, pipe.meta) == (SERVER_ID, b"welcome")
         assert stage.asked == [(CLIENT_ID, b"hello")]
@@ -47,26 +47,26 @@ async def test_a_pipe_is_given_to_its_handler(patient: Served) -> None:
         pipe.close()
 
 
-async def test_a_pipe_is_nobodys_connection_any_more(served: Served) -> None:
+async def test_a_pipe_is_nobodys_connection_any_more(impatient: Served) -> None:
     """It is neither counted, nor watched for silence, nor closed with the listener."""
-    async with staged(served) as (stage, caller):
-        pipe = await opened(served, caller)
+    async with staged(impatient) as (stage, caller):
+        pipe = await opened(impatient, caller)
         await until(lambda: len(stage.pipes) == 1)
-        assert served.listener.connections == 1, "that by which it was asked for"
+        assert impatient.listener.connections == 1, "that by which it was asked for"
         with end_of(pipe) as one, end_of(stage.pipes[0]) as other:
-            await asyncio.sleep(2 * served.transport.limits.header_deadline_s)
-            assert served.transport.counters.dropped_connections == 0
+            await asyncio.sleep(2 * impatient.transport.limits.header_deadline_s)
+            assert impatient.transport.counters.dropped_connections == 0
             await carries(one, other)
-            await served.transport.close()
-            await asyncio.wait_for(served.listener.close(), 3)
+            await impatient.transport.close()
+            await asyncio.wait_for(impatient.listener.close(), 3)
             await caller.close()
             await carries(one, other)
 
 
-async def test_both_ends_may_speak_first(patient: Served) -> None:
-    async with staged(patient) as (stage, caller):
+async def test_both_ends_may_speak_first(served: Served) -> None:
+    async with staged(served) as (stage, caller):
         for first in (0, 1):
-            pipe = await opened(patient, caller)
+            pipe = await opened(served, caller)
             await until(lambda: len(stage.pipes) == first + 1)  # noqa: B023
             with end_of(stage.pipes[-1]) as other:
                 if first:
@@ -79,42 +79,42 @@ async def test_both_ends_may_speak_first(patient: Served) -> None:
                     assert (await asyncio.to_thread(listener.receive, deadline_s=LONG_S)).meta == b"early"
 
 
-async def test_a_pipe_that_nobody_took_over_ends_when_it_is_closed(patient: Served) -> None:
-    async with staged(patient) as (stage, caller):
-        pipe = await opened(patient, caller)
+async def test_a_pipe_that_nobody_took_over_ends_when_it_is_closed(served: Served) -> None:
+    async with staged(served) as (stage, caller):
+        pipe = await opened(served, caller)
         await until(lambda: len(stage.pipes) == 1)
         with end_of(pipe) as one:
             stage.close()
-            assert in_use(patient) == 0
+            assert in_use(served) == 0
             with pytest.raises(PeerUnreachableError):
                 await asyncio.to_thread(one.receive, deadline_s=LONG_S)
 
 
-async def test_a_caller_that_went_away_leaves_no_pipe(patient: Served) -> None:
-    async with staged(patient) as (stage, _):
+async def test_a_caller_that_went_away_leaves_no_pipe(served: Served) -> None:
+    async with staged(served) as (stage, _):
         stage.wait = asyncio.Event()
-        _, writer = await patient.connect()
-        writer.write(asking(patient))
+        _, writer = await served.connect()
+        writer.write(asking(served))
         await until(lambda: len(stage.asked) == 1)
         writer.transport.abort()
-        await until(lambda: patient.listener.connections == 0)
+        await until(lambda: served.listener.connections == 0)
         stage.wait.set()
         await until(lambda: stage.lost == 1)
-        await until(lambda: in_use(patient) == 0)
+        await until(lambda: in_use(served) == 0)
         assert not stage.pipes
 
 
-async def test_a_promise_that_nobody_takes_up_is_lost_when_the_node_closes(patient: Served) -> None:
-    async with staged(patient) as (stage, _):
-        assert (await patient.exchange(asking(patient)))[0] == 200
-        assert in_use(patient) == 1
-        await patient.transport.close()
+async def test_a_promise_that_nobody_takes_up_is_lost_when_the_node_closes(served: Served) -> None:
+    async with staged(served) as (stage, _):
+        assert (await served.exchange(asking(served)))[0] == 200
+        assert in_use(served) == 1
+        await served.transport.close()
         assert stage.lost == 1
-        assert in_use(patient) == 0
+        assert in_use(served) == 0
 
 
 @pytest.mark.parametrize("where", ["handler", "take", "too long an answer"])
-async def test_a_bug_of_the_handler_is_told_to_the_loop(patient: Served, where: str) -> None:
+async def test_a_bug_of_the_handler_is_told_to_the_loop(served: Served, where: str) -> None:
     told: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: told.append(context))
 
@@ -127,16 +127,16 @@ async def test_a_bug_of_the_handler_is_told_to_the_loop(patient: Served, where: 
             raise KeyError("handler")
         return PipeReply(bytes(MAX_PIPE_META_BYTES + 1 if where.startswith("too") else 1), take)
 
-    patient.transport.serve_pipes("broken", handler)
-    async with calling(patient) as caller:
-        opening = caller.open_pipe(patient.address, SERVER_ID, "broken", b"", deadline_s=LONG_S)
+    served.transport.serve_pipes("broken", handler)
+    async with calling(served) as caller:
+        opening = caller.open_pipe(served.address, SERVER_ID, "broken", b"", deadline_s=LONG_S)
         if where == "take":
             with end_of(await opening) as end, pytest.raises(PeerUnreachableError):
                 await asyncio.to_thread(end.receive, deadline_s=LONG_S)
         else:
             with pytest.raises(PeerRefusedError, match="500"):
                 await opening
-    await until(lambda: in_use(patient) == 0)
+    await until(lambda: in_use(served) == 0)
     expected = ValueError if where.startswith("too") else KeyError
     assert [type(context["exception"]) for context in told] == [expected]
 
@@ -170,10 +170,10 @@ async def test_a_swarm_without_a_key_opens_pipes_too() -> None:
     await listener.close()
 
 
-async def test_another_process_gets_the_descriptor(patient: Served) -> None:
+async def test_another_process_gets_the_descriptor(served: Served) -> None:
     """What the daemon hands to its learner is all that the learner needs."""
-    async with staged(patient) as (stage, caller):
-        pipe = await opened(patient, caller)
+    async with staged(served) as (stage, caller):
+        pipe = await opened(served, caller)
         await until(lambda: len(stage.pipes) == 1)
         ours, learners = socket.socketpair()
         with ours, learners:

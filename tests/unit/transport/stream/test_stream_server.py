@@ -28,22 +28,22 @@ SLOW: dict[str, Callable[[Caller], bytes]] = {
 
 
 @pytest.mark.parametrize("name", SLOW)
-async def test_stalled_frames_are_cut(served: Served, name: str) -> None:
+async def test_stalled_frames_are_cut(impatient: Served, name: str) -> None:
     started = time.monotonic()
-    async with stream(served) as caller:
+    async with stream(impatient) as caller:
         caller.writer.write(SLOW[name](caller))
         try:
             assert (await caller.answer())[0].status == 408  # it may be told, or cut without a word
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
     assert time.monotonic() - started >= 0.1
-    await until(lambda: served.listener.connections == 0)
-    assert not served.taken
+    await until(lambda: impatient.listener.connections == 0)
+    assert not impatient.taken
 
 
 @pytest.mark.parametrize("start", [0, HEAD_BYTES + 4 + 100])
-async def test_a_trickle_is_cut(served: Served, start: int) -> None:
-    async with stream(served) as caller:
+async def test_a_trickle_is_cut(impatient: Served, start: int) -> None:
+    async with stream(impatient) as caller:
         raw = caller.frame(b"m" * 4000)
         caller.writer.write(raw[:start])
 
@@ -54,31 +54,31 @@ async def test_a_trickle_is_cut(served: Served, start: int) -> None:
 
         task = asyncio.create_task(trickle())
         try:
-            await until(lambda: served.listener.connections == 0)
+            await until(lambda: impatient.listener.connections == 0)
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-    assert served.transport.counters.dropped_connections == 1
-    assert not served.taken
+    assert impatient.transport.counters.dropped_connections == 1
+    assert not impatient.taken
 
 
-async def test_a_caller_that_does_not_read_its_answer_is_cut(served: Served) -> None:
+async def test_a_caller_that_does_not_read_its_answer_is_cut(impatient: Served) -> None:
     ends: list[bool] = []
     vector = memoryview(bytearray(32 * PIECE_BYTES))
 
     async def give(_: Incoming) -> Reply:
         return Reply(b"", vector, on_end=ends.append)
 
-    served.transport.serve("give", give)
-    async with stream(served) as caller:
+    impatient.transport.serve("give", give)
+    async with stream(impatient) as caller:
         caller.reader._transport.pause_reading()  # type: ignore[attr-defined]  # noqa: SLF001 - asyncio has no other
         caller.writer.write(caller.frame(route=b"give"))
-        await until(lambda: served.transport.counters.dropped_connections == 1)
+        await until(lambda: impatient.transport.counters.dropped_connections == 1)
         await until(lambda: ends == [False])
-    await until(lambda: served.listener.connections == 0)
+    await until(lambda: impatient.listener.connections == 0)
 
 
-async def test_a_caller_that_hangs_up_is_not_taken_for_served(patient: Served) -> None:
+async def test_a_caller_that_hangs_up_is_not_taken_for_served(served: Served) -> None:
     ends: list[bool] = []
     gone = asyncio.Event()
 
@@ -87,13 +87,13 @@ async def test_a_caller_that_hangs_up_is_not_taken_for_served(patient: Served) -
         await asyncio.sleep(0.02)
         return Reply(b"short", on_end=ends.append)
 
-    patient.transport.serve("give", give)
-    async with stream(patient) as caller:
+    served.transport.serve("give", give)
+    async with stream(served) as caller:
         caller.writer.write(caller.frame(route=b"give"))
         await asyncio.sleep(0.02)
     gone.set()
     await until(lambda: ends == [False])
-    await until(lambda: patient.listener.connections == 0)
+    await until(lambda: served.listener.connections == 0)
 
 
 async def test_idle_streams_are_kept_for_a_while(serve_with: Any, quick: Any) -> None:
@@ -108,27 +108,27 @@ async def test_idle_streams_are_kept_for_a_while(serve_with: Any, quick: Any) ->
         assert served.transport.counters.dropped_connections == 0
 
 
-async def test_streams_count_as_connections_and_are_kept(patient: Served) -> None:
-    async with stream(patient) as one, stream(patient) as two:
+async def test_streams_count_as_connections_and_are_kept(served: Served) -> None:
+    async with stream(served) as one, stream(served) as two:
         for caller in (one, two):  # a stream has proven itself with its first call
             assert (await caller.call(caller.frame(b"ok")))[0].status == 200
-        held = [await patient.connect() for _ in range(6)]
+        held = [await served.connect() for _ in range(6)]
         for reader, writer in held:
-            writer.write(patient.request(b"ok"))
+            writer.write(served.request(b"ok"))
             assert await answer_of(reader) == (200, b"ok")
-        assert patient.listener.connections == 8
-        assert (await patient.closes_within(b"", 3.0, None)).startswith(b"HTTP/1.1 429 ")
+        assert served.listener.connections == 8
+        assert (await served.closes_within(b"", 3.0, None)).startswith(b"HTTP/1.1 429 ")
         for caller in (one, two):
             assert (await caller.call(caller.frame(b"ok")))[0].status == 200
         for _, writer in held:
             writer.transport.abort()
 
 
-async def test_strangers_displace_no_stream(patient: Served) -> None:
-    async with stream(patient) as caller:
+async def test_strangers_displace_no_stream(served: Served) -> None:
+    async with stream(served) as caller:
         assert (await caller.call(caller.frame(b"ok")))[0].status == 200
-        held = [await patient.connect(None) for _ in range(20)]
-        await until(lambda: patient.transport.counters.displaced_connections == 13)
+        held = [await served.connect(None) for _ in range(20)]
+        await until(lambda: served.transport.counters.displaced_connections == 13)
         assert (await caller.call(caller.frame(b"ok")))[0].status == 200
         for _, writer in held:
             writer.transport.abort()
@@ -185,8 +185,8 @@ async def test_promises_do_not_exceed_how_many_there_may_be(serve_with: Any, qui
                 assert (await caller.answer())[0].status == 200
 
 
-async def test_a_flood_on_a_stream_is_told_429(patient: Served) -> None:
-    async with stream(patient) as caller:
+async def test_a_flood_on_a_stream_is_told_429(served: Served) -> None:
+    async with stream(served) as caller:
         statuses = [(await caller.call(caller.frame(b"x")))[0].status for _ in range(45)]
     assert statuses == [200] * 39 + [429] * 6, "the opening counts too"
 
@@ -216,7 +216,7 @@ async def test_closing_ends_idle_streams_at_once_and_running_calls_after_a_momen
             assert ends == [True]
 
 
-async def test_a_handler_that_does_not_end_is_cancelled_when_the_listener_closes(patient: Served) -> None:
+async def test_a_handler_that_does_not_end_is_cancelled_when_the_listener_closes(served: Served) -> None:
     started = asyncio.Event()
 
     async def hang(_: Incoming) -> Reply:
@@ -224,26 +224,26 @@ async def test_a_handler_that_does_not_end_is_cancelled_when_the_listener_closes
         await asyncio.sleep(60)
         return Reply(b"")
 
-    patient.transport.serve("hang", hang)
-    async with stream(patient) as caller:
+    served.transport.serve("hang", hang)
+    async with stream(served) as caller:
         caller.writer.write(caller.frame(route=b"hang"))
         await started.wait()
-        await asyncio.wait_for(patient.listener.close(), 3)
+        await asyncio.wait_for(served.listener.close(), 3)
         assert await caller.ended()
-    assert patient.listener.connections == 0
+    assert served.listener.connections == 0
 
 
-async def test_what_was_promised_by_an_old_key_is_not_kept(patient: Served) -> None:
-    opening = await promised(patient)
-    patient.transport.use_keys([b"the next key"], anew=True)
-    reader, writer = await patient.connect(None)
+async def test_what_was_promised_by_an_old_key_is_not_kept(served: Served) -> None:
+    opening = await promised(served)
+    served.transport.use_keys([b"the next key"], anew=True)
+    reader, writer = await served.connect(None)
     writer.write(HELLO + opening.token)
     assert await Caller(reader, writer).ended()
     writer.transport.abort()
 
 
-async def test_who_shows_a_token_and_no_key_is_cut(served: Served) -> None:
+async def test_who_shows_a_token_and_no_key_is_cut(impatient: Served) -> None:
     """A token can be read on its way."""
-    async with stream(served) as caller:
+    async with stream(impatient) as caller:
         assert await caller.ended()
-    await until(lambda: served.transport.counters.dropped_connections == 1)
+    await until(lambda: impatient.transport.counters.dropped_connections == 1)
