@@ -59,8 +59,9 @@ class Watch:
             thread.join()
 
     def longest_pause_s(self, name, since_s, until_s):
+        """The longest time within an interval, which may be a short one, in which a node made no exchange."""
         times = [t for t in self.moves[name] if since_s <= t <= until_s]
-        return max((b - a for a, b in itertools.pairwise(times)), default=float("inf"))
+        return max(b - a for a, b in itertools.pairwise([since_s, *times, until_s]))
 
 
 @pytest.fixture
