@@ -347,7 +347,8 @@ RUNS: dict[str, Run] = {
     ),
     "scripts/time_to_solve.py cartpole --goal 475 --set task.strategy.mixing=clipped --nodes 4 8 "
     "--seeds 51 52 53 54 55": _smaller(
-        "--goal 20 --nodes 2 --seeds 51 --budget-s 20 --out times", r"\| adpsgd task\.strategy\.mixing=clipped \| 2 \| \d"
+        "--goal 20 --nodes 2 --seeds 51 --budget-s 20 --out times",
+        r"\| adpsgd task\.strategy\.mixing=clipped \| 2 \| \d",
     ),
     # What ends nodes of the swarm
     "p2pdrl peers ban NAME": Run(says="is banned", after=_UNBAN),

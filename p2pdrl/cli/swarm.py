@@ -456,9 +456,7 @@ class _Run:
         """A pause that a signal cuts short, and the end of the last node too."""
         until_s, signals = time.monotonic() + interval_s, self._signals
         while self._fleet.running() and time.monotonic() < until_s and self._signals == signals:
-            time.sleep(
-                0.1
-            )  # no event: a handler that sets one waits for ever where we are just about to wait
+            time.sleep(0.1)  # no Event: setting it in our signal handler waits for a lock that we may hold
 
     def _start_failed(self) -> bool:
         """A node that ended badly before its first step: the others would wait for it, or fail alike."""
